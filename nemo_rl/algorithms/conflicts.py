@@ -1,0 +1,220 @@
+"""What must agree between sections of the configuration; needs no file and no device.
+
+Each function returns complete messages (key, got, allowed, remedy), so that one run reports all conflicts at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.config import MasterConfig
+
+
+def find_conflicts(cfg: MasterConfig) -> list[str]:
+    """Compare the sections of a configuration whose fields are valid each on its own.
+
+    Args:
+        cfg: The configuration.
+
+    Returns:
+        One message per conflict; empty = none.
+    """
+    return [
+        *_grpo_conflicts(cfg),
+        *_loss_conflicts(cfg),
+        *_checkpointing_conflicts(cfg),
+        *_policy_conflicts(cfg),
+        *_generation_conflicts(cfg),
+        *_speculation_conflicts(cfg),
+        *_data_conflicts(cfg),
+    ]
+
+
+def _grpo_conflicts(cfg: MasterConfig) -> list[str]:
+    grpo = cfg.grpo
+    found: list[str] = []
+    if grpo.num_generations_per_prompt < 2 and grpo.use_leave_one_out_baseline:
+        found.append(
+            "grpo.num_generations_per_prompt: got 1; must be >= 2 with grpo.use_leave_one_out_baseline: true. "
+            "Raise it, or set the baseline to false."
+        )
+    if grpo.num_generations_per_prompt < 2 and grpo.use_dynamic_sampling:
+        found.append(
+            "grpo.use_dynamic_sampling: got true with grpo.num_generations_per_prompt: 1; a single response never "
+            "differs from its group. Use at least 2 responses per prompt."
+        )
+    if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
+        found.append(
+            f"grpo.stop_at_validation_threshold: got {_show(grpo.stop_at_validation_threshold)} with "
+            f"grpo.stop_at_validation_metric: {_show(grpo.stop_at_validation_metric)}; set both or neither."
+        )
+    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        found.append(f"grpo.advantage_clip_low: got {low}; must be below grpo.advantage_clip_high ({high}). Swap them.")
+    scaling = grpo.reward_scaling
+    if scaling.enabled and scaling.source_min >= scaling.source_max:
+        found.append(
+            f"grpo.reward_scaling.source_min: got {scaling.source_min}; must be below source_max "
+            f"({scaling.source_max}). Set the range of rewards that the environment gives."
+        )
+    shaping = grpo.reward_shaping
+    if shaping.enabled and shaping.overlong_buffer_length > shaping.max_response_length:
+        found.append(
+            f"grpo.reward_shaping.overlong_buffer_length: got {shaping.overlong_buffer_length}; must be at most "
+            f"grpo.reward_shaping.max_response_length ({shaping.max_response_length}). Shorten the buffer."
+        )
+    return found
+
+
+def _loss_conflicts(cfg: MasterConfig) -> list[str]:
+    loss = cfg.loss_fn
+    found: list[str] = []
+    if loss.truncated_importance_sampling_ratio is not None and not loss.use_importance_sampling_correction:
+        found.append(
+            f"loss_fn.truncated_importance_sampling_ratio: got {loss.truncated_importance_sampling_ratio} with "
+            "loss_fn.use_importance_sampling_correction: false; it would change nothing. "
+            "Switch the correction on, or use null."
+        )
+    if loss.force_on_policy_ratio and cfg.policy.train_global_batch_size != cfg.rollout_batch_size:
+        found.append(
+            f"loss_fn.force_on_policy_ratio: got true with policy.train_global_batch_size: "
+            f"{cfg.policy.train_global_batch_size}; a ratio of 1 holds only for one optimizer step per rollout batch. "
+            f"Set policy.train_global_batch_size to {cfg.rollout_batch_size}."
+        )
+    return found
+
+
+def _checkpointing_conflicts(cfg: MasterConfig) -> list[str]:
+    ckpt, grpo = cfg.checkpointing, cfg.grpo
+    never_validates = grpo.val_period == 0 and not grpo.val_at_start and not grpo.val_at_end
+    if ckpt.enabled and ckpt.metric_name is not None and ckpt.metric_name.startswith("val:") and never_validates:
+        return [
+            f"checkpointing.metric_name: got {ckpt.metric_name!r} but the run never validates; must be a train: metric "
+            "or null (keep the latest). Change it, or set grpo.val_period."
+        ]
+    return []
+
+
+def _policy_conflicts(cfg: MasterConfig) -> list[str]:
+    policy = cfg.policy
+    found: list[str] = []
+    if policy.dynamic_batching.enabled and policy.sequence_packing.enabled:
+        found.append(
+            "policy.sequence_packing.enabled: got true with policy.dynamic_batching.enabled: true; at most one may be "
+            "on. Switch one off."
+        )
+    for name, block in (("dynamic_batching", policy.dynamic_batching), ("sequence_packing", policy.sequence_packing)):
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            tokens = getattr(block, key)
+            if block.enabled and tokens < policy.max_total_sequence_length:
+                found.append(
+                    f"policy.{name}.{key}: got {tokens}; must be >= policy.max_total_sequence_length "
+                    f"({policy.max_total_sequence_length}), or the longest sample fits no micro-batch. Raise it."
+                )
+    if cfg.rollout_batch_size % policy.train_global_batch_size:
+        found.append(
+            f"policy.train_global_batch_size: got {policy.train_global_batch_size}; must divide "
+            f"grpo.num_prompts_per_step x grpo.num_generations_per_prompt ({cfg.rollout_batch_size}). "
+            f"Set it to {cfg.rollout_batch_size} for one optimizer step per rollout batch."
+        )
+    return found
+
+
+def _generation_conflicts(cfg: MasterConfig) -> list[str]:
+    policy, generation = cfg.policy, cfg.policy.generation
+    found: list[str] = []
+    if generation.top_p != 1.0 or generation.top_k is not None:
+        key, got = ("top_p", generation.top_p) if generation.top_p != 1.0 else ("top_k", generation.top_k)
+        found.append(
+            f"policy.generation.{key}: got {got}; training takes log-probabilities of the untruncated distribution, so "
+            f"samples must come from it too. Use {key}: {'1.0' if key == 'top_p' else 'null'}."
+        )
+    max_model_len = generation.vllm_cfg.max_model_len
+    if max_model_len < policy.max_total_sequence_length:
+        found.append(
+            f"policy.generation.vllm_cfg.max_model_len: got {max_model_len}; must be >= "
+            f"policy.max_total_sequence_length ({policy.max_total_sequence_length}). Raise it, or "
+            "shorten the sequences."
+        )
+    if generation.max_new_tokens > max_model_len:
+        found.append(
+            f"policy.generation.max_new_tokens: got {generation.max_new_tokens}; must be <= "
+            f"policy.generation.vllm_cfg.max_model_len ({max_model_len}). Lower it."
+        )
+    return found
+
+
+def _speculation_conflicts(cfg: MasterConfig) -> list[str]:
+    draft, key = cfg.policy.draft, "policy.generation.vllm_kwargs.speculative_config"
+    raw = cfg.policy.generation.vllm_kwargs.get("speculative_config")
+    if raw is not None and not isinstance(raw, dict):
+        return [f"{key}: got {raw!r}; must be a mapping. Write {{num_speculative_tokens: 3}}."]
+    spec = raw or {}
+    tokens = spec.get("num_speculative_tokens")
+    if not draft.enabled:
+        if tokens is not None and (not _is_int(tokens) or tokens < 1):
+            return [
+                f"{key}.num_speculative_tokens: got {tokens!r}; must be an integer >= 1. Remove {key} to switch it off."
+            ]
+        return []
+    found: list[str] = []
+    largest = draft.max_num_speculative_tokens
+    if not _is_int(tokens) or not 1 <= tokens <= largest:
+        missing = "nothing" if tokens is None else repr(tokens)
+        found.append(
+            f"{key}.num_speculative_tokens: got {missing}; must be an integer from 1 to {largest}, the most that the "
+            f"draft of policy.draft (algo: {draft.algo}) is trained to propose. Set it, e.g. to {min(3, largest)}."
+        )
+    method = spec.get("method")
+    if method is not None and method not in draft.serving_methods:
+        found.append(
+            f"{key}.method: got {method!r}; policy.draft.enabled: true with algo: {draft.algo} is served by "
+            f"{_any_of(draft.serving_methods)}. Remove the key: the draft sets it."
+        )
+    model = spec.get("model")
+    if model is not None and model != draft.model_name:
+        found.append(
+            f"{key}.model: got {model!r}; policy.draft.enabled: true serves the draft of policy.draft.model_name "
+            f"({_show(draft.model_name)}). Remove the key: the path is given once, there."
+        )
+    return found
+
+
+def _data_conflicts(cfg: MasterConfig) -> list[str]:
+    data, env = cfg.data, cfg.env
+    found: list[str] = []
+    generated = data.dataset_name == "reasoning_gym"
+    if generated and data.reasoning_gym is None:
+        found.append(
+            "data.reasoning_gym: got null with data.dataset_name: reasoning_gym; must name the task. "
+            "Write {task: spell_backward}."
+        )
+    if generated != (env.name == "reasoning_gym"):
+        found.append(
+            f"env.name: got {env.name!r} with data.dataset_name: {data.dataset_name!r}; reasoning_gym questions are "
+            "scored by the reasoning_gym environment and by no other. Set both to reasoning_gym, or neither."
+        )
+    if data.dataset_name == "ResponseDataset" and data.train_data_path is None:
+        found.append(
+            "data.train_data_path: got null with data.dataset_name: ResponseDataset; must be a .jsonl file or a "
+            "hub name. Set it."
+        )
+    if data.max_input_seq_length > cfg.policy.max_total_sequence_length:
+        found.append(
+            f"data.max_input_seq_length: got {data.max_input_seq_length}; must be <= policy.max_total_sequence_length "
+            f"({cfg.policy.max_total_sequence_length}). Lower it."
+        )
+    return found
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _show(value: object) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _any_of(names: tuple[str, ...]) -> str:
+    return " or ".join(repr(name) for name in names)

@@ -1,0 +1,44 @@
+"""Compares a mathematical answer with the expected one; runs inside a scoring worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from math_verify import parse, verify
+from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about every response without an answer
+
+GOLD_TARGETS = (LatexExtractionConfig(),)
+RESPONSE_TARGETS = (ExprExtractionConfig(), LatexExtractionConfig())
+PRECISION = 6
+"""Decimal places that numbers must agree in."""
+
+
+class MathJob(NamedTuple):
+    """A response and the answer expected of it (LaTeX or a plain expression, without `\\boxed`)."""
+
+    response: str
+    ground_truth: str
+
+
+def score_math(job: MathJob, note: Callable[[float, str | None], None]) -> None:
+    """Score 1.0 if an answer in the response equals the expected one, else 0.0.
+
+    Args:
+        job: what to compare. The library's own timeouts are off: the worker's covers the whole job.
+        note: receives the score, then the answer's text, whose conversion can be slow.
+
+    Raises:
+        ValueError: the expected answer cannot be parsed.
+    """
+    gold = parse("\\boxed{" + job.ground_truth + "}", GOLD_TARGETS, parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"the expected answer {job.ground_truth!r} is no mathematical expression")
+    found = parse(job.response, RESPONSE_TARGETS, parsing_timeout=None)
+    is_equal = bool(found) and verify(gold, found, PRECISION, timeout_seconds=None)
+    note(float(is_equal), None)
+    if found:
+        note(float(is_equal), str(found[-1]))

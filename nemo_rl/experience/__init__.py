@@ -1,0 +1,1 @@
+"""Experience collection: :mod:`nemo_rl.experience.rollouts` turns prompts into scored completions."""

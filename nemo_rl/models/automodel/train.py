@@ -1,0 +1,331 @@
+"""Forward, loss, backward, accumulation, clipping and stepping of the policy and its draft.
+
+Every branch that surrounds a collective is taken by all ranks alike: the number of micro-batches is agreed on first,
+ranks without supervised tokens run zero-weight ones, and whether an update is skipped is decided from reduced values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from nemo_rl.distributed.collectives import all_reduce_max, all_reduce_sum
+from nemo_rl.models.automodel.data import (
+    Microbatch,
+    MicrobatchSpec,
+    make_microbatches,
+    microbatch_spec,
+    plan_microbatches,
+    rows_to_samples,
+)
+from nemo_rl.models.automodel.postprocess import full_logits, token_logprobs
+from nemo_rl.models.automodel.setup import (
+    OptimizerGroup,
+    ParallelContext,
+    forward_kwargs,
+    local_tensor,
+    reshard,
+)
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase
+    from nemo_rl.models.policy.config import PolicyConfig
+
+MetricPairs = dict[str, list[float]]
+"""Metric name to [numerator, denominator], this rank's sums."""
+
+LossFn = Callable[..., Any]
+"""`nemo_rl.algorithms.loss` call signature."""
+
+
+@dataclass
+class GroupResult:
+    """What one optimizer group did in one global batch.
+
+    Attributes:
+        loss: this rank's share; the sum over data-parallel ranks is the loss.
+        grad_norm: global norm before clipping.
+        is_skipped: the update was left out because loss or gradient was not finite.
+        metrics: this rank's sums.
+        weight_change_norm: norm of the parameter update; nan where it is not measured.
+    """
+
+    loss: float
+    grad_norm: float
+    is_skipped: bool
+    metrics: MetricPairs
+    weight_change_norm: float = float("nan")
+
+
+@dataclass
+class BatchResult:
+    """One optimizer step on this rank."""
+
+    policy: GroupResult
+    draft: GroupResult | None
+    global_valid_toks: float
+    global_valid_seqs: float
+    num_microbatches: int
+    timing: dict[str, float]
+
+
+@dataclass
+class _Sums:
+    """Running sums of one group over micro-batches, on the device until the end."""
+
+    device: torch.device
+    loss: Tensor = field(init=False)
+    pairs: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.loss = torch.zeros((), dtype=torch.float32, device=self.device)
+
+    def add(self, loss: Tensor, metrics: dict[str, tuple[Any, Any]]) -> None:
+        self.loss += loss.detach().float()
+        for name, (num, den) in metrics.items():
+            pair = torch.stack(
+                [torch.as_tensor(x, device=self.device).detach().to(torch.float64) for x in (num, den)]
+            )
+            self.pairs[name] = self.pairs[name] + pair if name in self.pairs else pair
+
+    def as_floats(self) -> MetricPairs:
+        if not self.pairs:
+            return {}
+        values = torch.stack(list(self.pairs.values())).tolist()
+        return dict(zip(self.pairs, values, strict=True))
+
+
+class PolicyTrainer:
+    """The computations of one policy rank. Holds no RPC and no file handling."""
+
+    def __init__(
+        self,
+        cfg: PolicyConfig,
+        parallel: ParallelContext,
+        model: nn.Module,
+        policy_group: OptimizerGroup,
+        *,
+        draft: _DraftRuntimeBase | None,
+        draft_group: OptimizerGroup | None,
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            cfg: `policy`.
+            parallel: where this rank stands.
+            model: the policy.
+            policy_group: its optimizer.
+            draft: the draft's runtime; None = no draft is trained.
+            draft_group: its optimizer; given exactly when `draft` is.
+        """
+        self.cfg = cfg
+        self.parallel = parallel
+        self.model = model
+        self.policy_group = policy_group
+        self.draft = draft
+        self.draft_group = draft_group
+        self._forward_kwargs = forward_kwargs(model)
+        self._temperature = float(cfg.generation.temperature)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, mb: Microbatch) -> Tensor:
+        """Raw logits [R, S, V] of a micro-batch; a DTensor under tensor parallel."""
+        kwargs: dict[str, Any] = {}
+        if "use_cache" in self._forward_kwargs:
+            kwargs["use_cache"] = False
+        if "padding_mask" in self._forward_kwargs:
+            kwargs["padding_mask"] = mb.doc_ids < 0
+        # No attention mask: right padding is invisible to a causal row, and transformers keeps packed documents apart by
+        # the restarts of `position_ids`.
+        out = self.model(input_ids=mb.input_ids, position_ids=mb.position_ids, attention_mask=None, **kwargs)
+        return out.logits if hasattr(out, "logits") else out
+
+    def _logprobs(self, logits: Tensor, mb: Microbatch) -> Tensor:
+        per_row = token_logprobs(
+            logits, mb.input_ids, temperature=self._temperature, chunk_size=self.cfg.logprob_chunk_size
+        )
+        return rows_to_samples(per_row, mb)
+
+    @torch.no_grad()
+    def logprobs(self, data: BatchedDataDict) -> Tensor:
+        """Log-probabilities of this rank's samples; leaves no trace in the model. Collective.
+
+        Args:
+            data: `input_ids` int64 [B, T], `input_lengths` int64 [B].
+
+        Returns:
+            fp32 [B, T] on the CPU; 0 at t = 0 and on padding.
+        """
+        out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
+        spec = microbatch_spec(self.cfg, is_training=False)
+        groups, num_steps = self._plan(data, spec)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            batches = make_microbatches(data, groups, spec, num_steps=num_steps, device=self.parallel.device)
+            for i, mb in enumerate(batches):
+                values = self._logprobs(self.forward(mb), mb).cpu()
+                if i < len(groups):
+                    width = min(values.shape[1], out.shape[1])
+                    out[groups[i], :width] = values[:, :width]
+        finally:
+            self.model.train(was_training)
+            reshard(self.model)
+        return out
+
+    def _plan(self, data: BatchedDataDict, spec: MicrobatchSpec) -> tuple[list[list[int]], int]:
+        groups = plan_microbatches([int(n) for n in data["input_lengths"]], spec)
+        own = torch.tensor(len(groups), device=self.parallel.device)
+        return groups, int(all_reduce_max(own, self.parallel.dp_group))
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data: BatchedDataDict, loss_fn: LossFn, *, step: int) -> BatchResult:
+        """One optimizer step on this rank's shard of a global batch. Collective.
+
+        Args:
+            data: this rank's samples, keys of a training batch.
+            loss_fn: the policy loss.
+            step: the run's step, the key of the draft's random draws.
+        """
+        clock = _Clock(self.parallel.device)
+        spec = microbatch_spec(self.cfg, is_training=True)
+        groups, num_steps = self._plan(data, spec)
+        valid = self._global_counts(data)
+        self.model.train()
+        self.policy_group.optimizer.zero_grad(set_to_none=True)
+        if self.draft is not None:
+            self.draft_group.optimizer.zero_grad(set_to_none=True)
+            with clock("draft_s"):
+                self.draft.begin_global_batch(
+                    data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model
+                )
+        policy_sums, draft_sums = _Sums(self.parallel.device), _Sums(self.parallel.device)
+        for mb in make_microbatches(data, groups, spec, num_steps=num_steps, device=self.parallel.device):
+            with clock("policy_fwd_bwd_s"):
+                with self.draft.capture(self.model) if self.draft is not None else nullcontext():
+                    logits = self.forward(mb)
+                self._policy_backward(logits, mb, loss_fn, valid, policy_sums)
+            if self.draft is not None:
+                with clock("draft_s"):
+                    self._draft_backward(full_logits(logits), mb, draft_sums)
+            del logits
+        with clock("optimizer_s"):
+            result = self._step_groups(policy_sums, draft_sums)
+        toks, seqs = valid.tolist()
+        return BatchResult(*result, toks, seqs, num_steps, clock.seconds)
+
+    def _global_counts(self, data: BatchedDataDict) -> Tensor:
+        mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
+        counts = torch.stack([mask.sum(), data["sample_mask"].bool().sum()])
+        counts = counts.to(dtype=torch.float64, device=self.parallel.device)
+        return all_reduce_sum(counts, self.parallel.dp_group)
+
+    def _policy_backward(
+        self, logits: Tensor, mb: Microbatch, loss_fn: LossFn, valid: Tensor, sums: _Sums
+    ) -> None:
+        logprobs = self._logprobs(logits, mb)
+        out = loss_fn(
+            logprobs, mb.data, global_valid_toks=valid[0].float(), global_valid_seqs=valid[1].float()
+        )
+        sums.add(out.loss, out.metrics)
+        # FSDP averages gradients over data (and context) parallel ranks; the loss is already a share of the global mean.
+        (out.loss * self.parallel.average_size).backward()
+
+    def _draft_backward(self, logits: Tensor, mb: Microbatch, sums: _Sums) -> None:
+        out = self.draft.loss(mb, logits)
+        sums.add(out.loss, out.metrics)
+        (out.loss * (self.cfg.draft.loss_weight * self.parallel.average_size)).backward()
+
+    # -- update ------------------------------------------------------------------------------------------------------
+
+    def _step_groups(self, policy_sums: _Sums, draft_sums: _Sums) -> tuple[GroupResult, GroupResult | None]:
+        """Clip and step each group, or skip it on all ranks."""
+        pairs = [(self.policy_group, policy_sums)]
+        if self.draft_group is not None:
+            pairs.append((self.draft_group, draft_sums))
+        norms = [self._clip(group) for group, _ in pairs]
+        is_bad = torch.stack(
+            [~(torch.isfinite(s.loss) & torch.isfinite(n)) for (_, s), n in zip(pairs, norms, strict=True)]
+        )
+        verdicts = all_reduce_max(is_bad.float()).tolist()
+        results = []
+        for (group, sums), norm, bad in zip(pairs, norms, verdicts, strict=True):
+            measure = group.name != "policy"
+            before = [local_tensor(p).clone() for p in _params(group)] if measure else []
+            if not bad:
+                group.optimizer.step()
+            group.optimizer.zero_grad(set_to_none=True)
+            result = GroupResult(float(sums.loss), float(norm), bool(bad), sums.as_floats())
+            if measure:
+                result.weight_change_norm = self._change_norm(group, before)
+            results.append(result)
+        return results[0], results[1] if len(results) > 1 else None
+
+    def _clip(self, group: OptimizerGroup) -> Tensor:
+        # Imported here: the module pulls in most of nemo_automodel's training code.
+        from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
+        from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+
+        mesh = self.parallel.mesh
+        # Parameters that tensor parallelism replicates (norms) hold one rank's partial view of the same gradient.
+        synchronize_tp_replica_gradients([group.module], mesh.device_mesh)
+        norm = scale_grads_and_clip_grad_norm(
+            float("inf") if group.max_grad_norm is None else group.max_grad_norm,
+            [group.module],
+            device_mesh=mesh.device_mesh,
+            moe_mesh=mesh.moe_mesh,
+            ep_axis_name="ep" if mesh.moe_mesh is not None else None,
+            dp_group_size=self.parallel.average_size,
+            foreach=self.parallel.device.type == "cuda",
+        )
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+        return norm.detach().to(device=self.parallel.device, dtype=torch.float32)
+
+    @torch.no_grad()
+    def _change_norm(self, group: OptimizerGroup, before: list[Tensor]) -> float:
+        """Norm of the parameter update over all shards."""
+        sharded = torch.zeros((), dtype=torch.float64, device=self.parallel.device)
+        whole = torch.zeros_like(sharded)
+        for p, old in zip(_params(group), before, strict=True):
+            change = (local_tensor(p) - old).double().square().sum().to(sharded.device)
+            if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements):
+                sharded += change
+            else:
+                whole += change
+        return float((all_reduce_sum(sharded, self.parallel.dp_group) + whole).sqrt())
+
+
+def _params(group: OptimizerGroup) -> Iterator[Tensor]:
+    for param_group in group.optimizer.param_groups:
+        yield from param_group["params"]
+
+
+class _Clock:
+    """Seconds per named phase, device work included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -1,0 +1,6 @@
+"""Generation of responses.
+
+config.py       schema of `policy.generation`
+interfaces.py   what the step loop and the refit may call
+vllm/           the vLLM backend
+"""

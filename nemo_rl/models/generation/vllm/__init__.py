@@ -1,0 +1,1 @@
+"""The vLLM backend: a group of processes, each with one engine inside it."""

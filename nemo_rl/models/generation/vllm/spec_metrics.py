@@ -1,0 +1,74 @@
+"""Acceptance counters of speculative decoding.
+
+One definition everywhere. A *draft* is one verification step of one request in which tokens had been proposed.
+`acceptance_length` = 1 + accepted / drafts: the tokens one such step emits on average, the target's own token included,
+in [1, K + 1]; 1.0 when nothing was accepted. The rate at position i (0-based) is the share of drafts whose tokens 0..i
+were all accepted. Reading the per-position curve: all positions low - features, layer ids, head or norm of the draft;
+position 0 fine and later ones near 0 - depths or positions of the draft are off; falling with context length - rotary
+embedding or attention window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SpecCounters:
+    """Cumulative counts; subtract two readings to get one interval, add those of several engines before dividing.
+
+    Attributes:
+        num_drafts: Verification steps of a request that had proposed tokens.
+        num_draft_tokens: Proposed tokens.
+        num_accepted_tokens: Proposed tokens that were accepted.
+        accepted_per_pos: Entry i counts the drafts whose token i was accepted; length K, or 0 before the first draft.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: tuple[int, ...] = ()
+
+    @classmethod
+    def from_histogram(cls, histogram: list[int], *, num_draft_tokens: int) -> SpecCounters:
+        """Counters of one request.
+
+        Args:
+            histogram: Entry j counts the drafts of which exactly j tokens were accepted; length K + 1.
+            num_draft_tokens: Proposed tokens of the request.
+        """
+        return cls(
+            num_drafts=sum(histogram),
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=sum(j * count for j, count in enumerate(histogram)),
+            accepted_per_pos=tuple(sum(histogram[i + 1 :]) for i in range(len(histogram) - 1)),
+        )
+
+    def __add__(self, other: SpecCounters) -> SpecCounters:
+        """Sum, e.g. over engines."""
+        return self._combine(other, sign=1)
+
+    def __sub__(self, earlier: SpecCounters) -> SpecCounters:
+        """Counts since an earlier reading."""
+        return self._combine(earlier, sign=-1)
+
+    def _combine(self, other: SpecCounters, *, sign: int) -> SpecCounters:
+        width = max(len(self.accepted_per_pos), len(other.accepted_per_pos))
+        mine = self.accepted_per_pos + (0,) * (width - len(self.accepted_per_pos))
+        theirs = other.accepted_per_pos + (0,) * (width - len(other.accepted_per_pos))
+        return SpecCounters(
+            num_drafts=self.num_drafts + sign * other.num_drafts,
+            num_draft_tokens=self.num_draft_tokens + sign * other.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + sign * other.num_accepted_tokens,
+            accepted_per_pos=tuple(a + sign * b for a, b in zip(mine, theirs, strict=True)),
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per verification step, 1 + accepted / drafts; 1.0 without drafts."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def per_position_rates(self) -> tuple[float, ...]:
+        """Share of drafts accepted up to and including each position; zeros without drafts."""
+        return tuple(count / self.num_drafts if self.num_drafts else 0.0 for count in self.accepted_per_pos)

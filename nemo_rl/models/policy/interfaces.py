@@ -1,0 +1,81 @@
+"""What the training loop may ask of a policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.weight_sync.interfaces import RefitManifest, RefitPayload
+
+
+class PolicyInterface(ABC):
+    """A trainable policy, and the draft that is trained in the same step, if there is one."""
+
+    @abstractmethod
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """Log-probabilities under the current weights, at the sampling temperature.
+
+        Args:
+            data: `input_ids` int64 [B, T], right padded, and `input_lengths` int64 [B].
+
+        Returns:
+            `logprobs` fp32 [B, T]: entry t is log p(x_t | x_<t), 0 at t = 0 and on padding.
+        """
+
+    @abstractmethod
+    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """The same under the reference policy (the initial weights), as `reference_logprobs`."""
+
+    @abstractmethod
+    def train(self, data: BatchedDataDict, loss_fn: Callable[..., Any], *, step: int) -> dict[str, Any]:
+        """Train on a whole rollout batch, one optimizer step per global batch.
+
+        Args:
+            data: keys of a training batch; its size is a multiple of `policy.train_global_batch_size`.
+            loss_fn: called per micro-batch; picklable.
+            step: the run's step.
+
+        Returns:
+            `loss`, `grad_norm`, `lr`, `global_valid_toks`, `global_valid_seqs` (floats), `metrics`
+            (name -> (num, den)), `draft` (None, or a dict of `loss`, `grad_norm`, `lr`, `scalars`, `metrics`),
+            `num_skipped_updates`, `num_optimizer_steps` (ints), `timing` (name -> seconds).
+        """
+
+    @abstractmethod
+    def refit_manifest(self) -> RefitManifest:
+        """Names, shapes and dtypes of everything that a refit sends."""
+
+    @abstractmethod
+    def weights_ref(self, version: int) -> RefitPayload:
+        """Gather the current weights of policy and draft for the generation engines."""
+
+    @abstractmethod
+    def prepare_for_training(self) -> None:
+        """Bring weights and optimizer state to where training needs them."""
+
+    @abstractmethod
+    def offload_after_refit(self) -> None:
+        """Make room on the devices for generation."""
+
+    @abstractmethod
+    def save_checkpoint(self, directory: str) -> None:
+        """Write `policy/` and `draft/` under the directory of a step."""
+
+    @abstractmethod
+    def load_checkpoint(self, directory: str) -> None:
+        """Restore what `save_checkpoint` wrote; the number of workers may differ."""
+
+    @abstractmethod
+    def export_draft(self, directory: str) -> None:
+        """Write the live draft as the generation engine loads it."""
+
+    @abstractmethod
+    def export_hf(self, directory: str) -> None:
+        """Write the policy as transformers and vLLM load it."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers."""

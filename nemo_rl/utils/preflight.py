@@ -1,0 +1,155 @@
+"""Checks of files, devices and sizes before anything is started: no Ray, no engine, no torch.
+
+`preflight` runs every check that the ones before it allow, gathers what is wrong and raises one `ConfigError`. What it
+found on the way (device, directories, the resolved draft) is returned, so that nothing is looked up twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from nemo_rl.algorithms.config import ALGORITHM
+from nemo_rl.distributed.device import resolve_device
+from nemo_rl.errors import ConfigError
+from nemo_rl.utils.config_messages import join_problems
+from nemo_rl.utils.model_files import check_weights, find_model_dir, read_model_config
+from nemo_rl.utils.preflight_files import check_checkpoint, check_writable, output_dirs, prompt_problems
+from nemo_rl.utils.preflight_sizes import batch_problems, head_problems, layout_problems, length_problems
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.config import Device, MasterConfig
+    from nemo_rl.models.automodel.draft.spec import DraftSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PreflightResult:
+    """What the checks found; everything that the set-up need not look up again."""
+
+    device: Device
+    """The device of the run."""
+
+    model_dir: str
+    """Directory of the policy's checkpoint."""
+
+    policy_config: dict[str, Any]
+    """Content of the policy's config.json."""
+
+    draft_dir: str | None
+    """Directory of the draft checkpoint to start from; None = no draft, or a new one."""
+
+    draft_spec: DraftSpec | None
+    """The resolved draft; None = the run has no draft."""
+
+
+def preflight(cfg: MasterConfig) -> PreflightResult:
+    """Check everything that needs files or devices but neither Ray nor an engine.
+
+    Args:
+        cfg: A valid configuration.
+
+    Returns:
+        The device, the directories and the resolved draft.
+
+    Raises:
+        ConfigError: One message that lists every problem found.
+    """
+    problems: list[str] = []
+    _gather(problems, lambda: _check_packages(cfg))
+    device = cast("Device | None", _gather(problems, lambda: resolve_device(cfg.cluster.device)))
+    if device is not None:
+        problems += layout_problems(cfg, device) + batch_problems(cfg, device)
+    model_dir = _gather(problems, lambda: find_model_dir(cfg.policy.model_name, key="policy.model_name"))
+    policy_config, draft = None, _Draft(directory=None, spec=None)
+    if model_dir is not None:
+        policy_config = _gather(problems, lambda: read_model_config(model_dir, key="policy.model_name"))
+        _gather(problems, lambda: check_weights(model_dir, key="policy.model_name"))
+        _gather(problems, lambda: _check_tokenizer(cfg))
+    if policy_config is not None:
+        problems += length_problems(cfg, policy_config) + head_problems(cfg, policy_config)
+        if cfg.policy.draft_enabled:
+            draft = _gather(problems, lambda: _resolve_draft(cfg, policy_config)) or draft
+    problems += prompt_problems(cfg)
+    for key, directory in output_dirs(cfg).items():
+        _gather(problems, lambda key=key, directory=directory: check_writable(directory, key=key))
+    if not problems:
+        # Last, because looking into the directory also clears what an interrupted run left half written.
+        plain = None if draft.spec is None else dataclasses.asdict(draft.spec)
+        _gather(problems, lambda: check_checkpoint(cfg, algorithm=ALGORITHM, draft_spec=plain))
+    if problems or device is None or model_dir is None or policy_config is None:
+        raise ConfigError(join_problems(list(dict.fromkeys(problems))))
+    return PreflightResult(
+        device=device,
+        model_dir=str(model_dir),
+        policy_config=policy_config,
+        draft_dir=None if draft.directory is None else str(draft.directory),
+        draft_spec=draft.spec,
+    )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    directory: Path | None
+    spec: DraftSpec | None
+
+
+def _gather(problems: list[str], check: Callable[[], T]) -> T | None:
+    try:
+        return check()
+    except ConfigError as err:
+        problems.extend(str(err).splitlines())
+        return None
+
+
+def _check_packages(cfg: MasterConfig) -> None:
+    needed = {"torch": "automodel", "nemo_automodel": "automodel", "vllm": "vllm"}
+    optional = {"wandb": cfg.logger.wandb_enabled, "mlflow": cfg.logger.mlflow_enabled}
+    needed |= {name: name for name, is_enabled in optional.items() if is_enabled}
+    keys = {"wandb": "logger.wandb_enabled: got true", "mlflow": "logger.mlflow_enabled: got true"}
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "\n".join(
+                f"{keys.get(name, 'environment')}; the package {name} must be installed. "
+                f'Run pip install -e ".[{needed[name]}]" (on CPU: make demo builds the environment).'
+                for name in missing
+            )
+        )
+
+
+def _check_tokenizer(cfg: MasterConfig) -> None:
+    name = cfg.policy.tokenizer.name
+    directory = find_model_dir(name, key="policy.tokenizer.name")
+    if not any((directory / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        raise ConfigError(
+            f"policy.tokenizer.name: got {name!r}; must hold a tokenizer (tokenizer.json), and it holds none. Copy the "
+            "tokenizer's files there, or name another directory."
+        )
+
+
+def _resolve_draft(cfg: MasterConfig, policy_config: dict[str, Any]) -> _Draft:
+    # The registry is torch-free up to here; imported late so that runs without a draft do not read it.
+    from nemo_rl.models.automodel.draft.registry import resolve_spec
+
+    draft = cfg.policy.draft
+    directory, draft_config = None, None
+    if draft.model_name is not None:
+        key = "policy.draft.model_name"
+        directory = find_model_dir(draft.model_name, key=key)
+        draft_config = read_model_config(directory, key=key)
+        check_weights(directory, key=key, allows_pickle=draft.trust_pickle)
+    spec = resolve_spec(
+        draft,
+        policy_config=policy_config,
+        draft_config=draft_config,
+        k=cfg.policy.generation.num_speculative_tokens,
+        max_model_len=cfg.policy.generation.vllm_cfg.max_model_len,
+        dtype=cfg.policy.generation.vllm_cfg.precision,
+    )
+    return _Draft(directory=directory, spec=spec)

@@ -1,0 +1,151 @@
+"""Checks of sizes that depend on the device or on the policy's config.json; pure functions that return messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.utils.model_files import max_positions
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.config import Device, MasterConfig
+
+
+def layout_problems(cfg: MasterConfig, device: Device) -> list[str]:
+    """Check the parallel layout of training and generation against the device.
+
+    Args:
+        cfg: The configuration.
+        device: The device of the run.
+
+    Returns:
+        One message per problem.
+    """
+    dtensor, vllm = cfg.policy.dtensor_cfg, cfg.policy.generation.vllm_cfg
+    found: list[str] = []
+    if device == "cpu":
+        cuda_only = {
+            "policy.dtensor_cfg.context_parallel_size": (dtensor.context_parallel_size, 1),
+            "policy.dtensor_cfg.expert_parallel_size": (dtensor.expert_parallel_size, 1),
+            "policy.dtensor_cfg.cpu_offload": (dtensor.cpu_offload, False),
+            "policy.generation.vllm_cfg.tensor_parallel_size": (vllm.tensor_parallel_size, 1),
+            "policy.generation.vllm_cfg.pipeline_parallel_size": (vllm.pipeline_parallel_size, 1),
+            "policy.generation.vllm_cfg.expert_parallel_size": (vllm.expert_parallel_size, 1),
+        }
+        found += [
+            f"{key}: got {_yaml(got)}; must be {_yaml(only)} on CPU. Set it, or run on GPUs (cluster.device: cuda)."
+            for key, (got, only) in cuda_only.items()
+            if got != only
+        ]
+    workers, model_parallel = (
+        cfg.num_policy_workers(device),
+        dtensor.tensor_parallel_size * dtensor.context_parallel_size,
+    )
+    if workers % model_parallel:
+        found.append(
+            f"policy.dtensor_cfg.tensor_parallel_size: got {dtensor.tensor_parallel_size} (x context_parallel_size "
+            f"{dtensor.context_parallel_size} = {model_parallel}); must divide the number of training workers "
+            f"({workers}). {_workers_remedy(device)}"
+        )
+    gpus = cfg.cluster.gpus_per_node * cfg.cluster.num_nodes
+    if device == "cuda" and workers > gpus:
+        found.append(
+            f"policy.dtensor_cfg.num_workers: got {workers}; must be at most cluster.gpus_per_node x cluster.num_nodes "
+            f"({gpus}). Lower it, or use null (one per GPU)."
+        )
+    per_engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    engines = cfg.num_generation_engines(device)
+    if device == "cuda" and (engines < 1 or engines * per_engine > gpus):
+        found.append(
+            f"policy.generation.num_engines: got {engines} of {per_engine} GPUs each; must be at least 1, and fit the "
+            f"{gpus} GPUs of the cluster. Lower it or policy.generation.vllm_cfg.tensor_parallel_size, or use null."
+        )
+    return found
+
+
+def batch_problems(cfg: MasterConfig, device: Device) -> list[str]:
+    """Check that the global batch splits evenly over data-parallel workers and their micro-batches.
+
+    Args:
+        cfg: The configuration.
+        device: The device of the run.
+
+    Returns:
+        One message per problem.
+    """
+    policy = cfg.policy
+    workers = max(1, cfg.policy_data_parallel_size(device))
+    batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
+    if batch % workers:
+        return [
+            f"policy.train_global_batch_size: got {batch}; must be a multiple of the number of data-parallel workers "
+            f"({workers}). Use {_next_multiple(batch, workers)}, or change policy.dtensor_cfg.num_workers."
+        ]
+    if policy.dynamic_batching.enabled or policy.sequence_packing.enabled or batch % (workers * micro) == 0:
+        return []
+    return [
+        f"policy.train_global_batch_size: got {batch}; must be a multiple of data-parallel workers x "
+        f"policy.train_micro_batch_size ({workers} x {micro} = {workers * micro}). "
+        f"Use {_next_multiple(batch, workers * micro)}, or a micro-batch size that divides {batch // workers}."
+    ]
+
+
+def length_problems(cfg: MasterConfig, policy_config: dict[str, Any]) -> list[str]:
+    """Check the sequence lengths against the positions that the policy was made for.
+
+    Args:
+        cfg: The configuration.
+        policy_config: Content of the policy's config.json.
+
+    Returns:
+        One message per problem.
+    """
+    limit = max_positions(policy_config)
+    if limit is None:
+        return []
+    lengths = {
+        "policy.max_total_sequence_length": cfg.policy.max_total_sequence_length,
+        "policy.generation.vllm_cfg.max_model_len": cfg.policy.generation.vllm_cfg.max_model_len,
+    }
+    return [
+        f"{key}: got {length}; must be at most {limit}, the max_position_embeddings of {cfg.policy.model_name}. "
+        "Shorten the sequences, or take a policy with longer context."
+        for key, length in lengths.items()
+        if length > limit
+    ]
+
+
+def head_problems(cfg: MasterConfig, policy_config: dict[str, Any]) -> list[str]:
+    """Check that tensor parallelism splits the policy's attention heads evenly.
+
+    Args:
+        cfg: The configuration.
+        policy_config: Content of the policy's config.json.
+
+    Returns:
+        One message per problem.
+    """
+    text = policy_config.get("text_config", policy_config)
+    sizes = {
+        "policy.dtensor_cfg.tensor_parallel_size": cfg.policy.dtensor_cfg.tensor_parallel_size,
+        "policy.generation.vllm_cfg.tensor_parallel_size": cfg.policy.generation.vllm_cfg.tensor_parallel_size,
+    }
+    heads = text.get("num_attention_heads")
+    return [
+        f"{key}: got {size}; must divide the {heads} attention heads of {cfg.policy.model_name}. Choose a divisor."
+        for key, size in sizes.items()
+        if isinstance(heads, int) and heads % size
+    ]
+
+
+def _next_multiple(value: int, factor: int) -> int:
+    return -(-value // factor) * factor
+
+
+def _workers_remedy(device: Device) -> str:
+    if device == "cpu":
+        return "Set policy.dtensor_cfg.num_workers to a multiple (on CPU null means 1)."
+    return "Choose a divisor, or set policy.dtensor_cfg.num_workers."
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,158 @@
+"""The demo recipe through the real command: it runs, is killed with SIGKILL, continues, and reports the same numbers.
+
+A reduced batch and a short warm start keep this within CI's budget; everything else is the recipe's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "examples/configs/recipes/llm/grpo-tiny-qwen3-1n0g-automodel-eagle3.yaml"
+STEPS = 6
+START_TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="module")
+def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("models") / "tiny"
+    subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tools/make_tiny_policy.py"),
+            "--out",
+            str(out),
+            "--steps",
+            "120",
+            "--threads",
+            "2",
+        ],
+        check=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    return out
+
+
+def command(policy: Path, run_dir: Path) -> list[str]:
+    return [
+        sys.executable,
+        str(ROOT / "examples/run_grpo.py"),
+        "--config",
+        str(RECIPE),
+        f"policy.model_name={policy}",
+        f"grpo.max_num_steps={STEPS}",
+        "grpo.num_prompts_per_step=16",
+        "grpo.num_generations_per_prompt=4",
+        "policy.train_global_batch_size=64",
+        "grpo.val_period=3",
+        "grpo.max_val_samples=16",
+        "checkpointing.save_period=2",
+        f"checkpointing.checkpoint_dir={run_dir / 'checkpoints'}",
+        f"logger.log_dir={run_dir / 'logs'}",
+    ]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"HF_HUB_OFFLINE": "1"}
+
+
+def rows(run_dir: Path) -> dict[int, dict[str, float]]:
+    merged: dict[int, dict[str, float]] = {}
+    path = run_dir / "logs" / "metrics.jsonl"
+    if path.exists():
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            merged.setdefault(row["step"], {}).update(row["metrics"])
+    return merged
+
+
+def run_to_end(policy: Path, run_dir: Path) -> str:
+    done = subprocess.run(
+        command(policy, run_dir), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    run_dir = tmp_path_factory.mktemp("whole")
+    return run_dir, run_to_end(tiny_policy, run_dir)
+
+
+def test_run_learns_and_every_refit_is_verified(uninterrupted: tuple[Path, str]) -> None:
+    run_dir, stdout = uninterrupted
+    path = run_dir / "logs" / "metrics.jsonl"
+    checks = [
+        f'len(data["train/reward"]) == {STEPS}',
+        'min(data["refit/verified"]) == 1',
+        'last(data["train/draft_loss"]) < 0.8 * first(data["train/draft_loss"])',
+        'last(data["vllm/spec_acceptance_length"]) > first(data["vllm/spec_acceptance_length"]) + 0.2',
+        'max(data["train/token_mult_prob_error"]) < 1.01',
+        'max(data["train/num_skipped_updates"]) == 0',
+        'max(data["train/num_prompts_dropped"]) == 0',
+        'min(data["validation/num_samples"]) == 16',
+        f'last(data["refit/version"]) == {STEPS}',
+    ]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/check_metrics.py"), str(path), *checks],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = run_dir / "logs" / "report.html"
+    assert report.exists()
+    assert report.read_text().count("data:image/png;base64,") >= 5
+    assert "report.html" in stdout.replace("\n", "")
+    # Rollouts of a step use the weights that the step before published.
+    assert [m["train/rollout_weight_version"] for s, m in sorted(rows(run_dir).items()) if s > 0] == list(range(STEPS))
+
+
+def test_killed_run_continues_with_the_same_numbers(
+    tiny_policy: Path, uninterrupted: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run_dir = tmp_path_factory.mktemp("killed")
+    process = subprocess.Popen(
+        command(tiny_policy, run_dir),
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while max(rows(run_dir), default=0) < 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    assert process.poll() is None, "the run ended before it could be killed"
+    assert max(rows(run_dir), default=0) >= 3
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+    gone, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, [p.cmdline() for p in alive]
+    saved = sorted(p.name for p in (run_dir / "checkpoints").glob("step_*"))
+    assert "step_2" in saved
+
+    run_to_end(tiny_policy, run_dir)
+    whole, resumed = rows(uninterrupted[0]), rows(run_dir)
+    assert sorted(resumed) == sorted(whole)
+    for step, expected in whole.items():
+        got = resumed[step]
+        for name, value in expected.items():
+            if name.startswith(("timing/", "performance/")) or "seconds" in name:
+                continue
+            same = got[name] == value or (value is not None and math.isclose(got[name], value, rel_tol=0, abs_tol=0))
+            assert same, f"step {step} {name}: {got[name]} != {value}"
