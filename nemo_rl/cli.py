@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None, *, default_config: Path | None 
         Exit status: 0, 1 for a failure during the run, 2 for input that cannot be used, 130 after Ctrl-C.
     """
     options = _parse(arguments, default_config=default_config)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
     logging.getLogger("nemo_rl").setLevel(logging.INFO)
     for name, value in _NO_TELEMETRY.items():
         os.environ.setdefault(name, value)

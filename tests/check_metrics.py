@@ -104,6 +104,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def _by_step(series: Series) -> dict[int, float]:
     if not isinstance(series, Mapping) or not series:
         raise CheckError("expected a metric with at least one value")
+    if not all(str(step).lstrip("-").isdigit() for step in series):
+        raise CheckError("expected one metric, step -> value; got a table of others")
     values = {int(step): value for step, value in series.items()}
     for step, value in values.items():
         if value is None or not math.isfinite(value):
@@ -241,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         data = load(options.file)
     except (OSError, ValueError) as err:
-        Console(stderr=True, highlight=False).print(Text(f"{options.file}: {err}", style="red"))
+        Console(stderr=True, highlight=False).print(Text(f"{options.file}: {err}", style="red"), soft_wrap=True)
         return 2
 
     table = Table(title=f"Checks of {options.file}", title_justify="left")

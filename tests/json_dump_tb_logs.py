@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         metrics = read_scalars(options.log_dir, error_on_conflicts=options.error_on_conflicts)
     except (FileNotFoundError, ConflictError) as err:
-        Console(stderr=True, highlight=False).print(Text(str(err), style="red"))
+        Console(stderr=True, highlight=False).print(Text(str(err), style="red"), soft_wrap=True)
         return 1
     table = Table(title=f"Scalars under {options.log_dir}", title_justify="left")
     for column in ("metric", "steps", "first", "last", "min", "max"):
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(table)
     if options.output_path is not None:
         options.output_path.write_text(json.dumps(metrics, indent=1), encoding="utf-8")
-        console.print(Text(f"written to {options.output_path}"))
+        console.print(Text(f"written to {options.output_path}"), soft_wrap=True)
     return 0
 
 

@@ -49,7 +49,14 @@ def write_tiny_policy(
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tiny_tokenizer()
     config = tiny_qwen3_config(
-        tokenizer, hidden=hidden, layers=layers, heads=heads, kv=kv, head_dim=head_dim, intermediate=intermediate, tie=tie
+        tokenizer,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv=kv,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        tie=tie,
     )
     rng = np.random.default_rng(seed)
 

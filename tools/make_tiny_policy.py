@@ -33,8 +33,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line; a wrong type or an unknown flag exits with 2."""
     threads = min(MAX_USEFUL_THREADS, len(os.sched_getaffinity(0)))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the policy (the recipe's policy.model_name)")
-    parser.add_argument("--hidden", type=int, default=DEFAULTS.hidden, help="residual width, a multiple of 64 (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory of the policy (the recipe's policy.model_name)"
+    )
+    parser.add_argument(
+        "--hidden", type=int, default=DEFAULTS.hidden, help="residual width, a multiple of 64 (%(default)s)"
+    )
     parser.add_argument("--layers", type=int, default=DEFAULTS.layers, help="decoder layers (%(default)s)")
     parser.add_argument("--steps", type=int, default=DEFAULTS.steps, help="training steps (%(default)s)")
     parser.add_argument("--cot", type=float, default=DEFAULTS.cot, help="share of worked demonstrations (%(default)s)")
@@ -87,11 +91,15 @@ def check_target(directory: Path) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(directory.parent).free
     except OSError as err:
-        raise ConfigError(f"--out: got {directory}; its parent cannot be created ({err}). Name a writable place.") from err
+        raise ConfigError(
+            f"--out: got {directory}; its parent cannot be created ({err}). Name a writable place."
+        ) from err
     if not os.access(directory.parent, os.W_OK):
         raise ConfigError(f"--out: got {directory}; {directory.parent} is not writable. Name a writable place.")
     if free < FREE_BYTES:
-        raise ConfigError(f"--out: got {directory}; {free >> 20} MiB are free, {FREE_BYTES >> 20} MiB are needed. Free some.")
+        raise ConfigError(
+            f"--out: got {directory}; {free >> 20} MiB are free, {FREE_BYTES >> 20} MiB are needed. Free some."
+        )
 
 
 def summary(directory: Path, record: dict) -> str:

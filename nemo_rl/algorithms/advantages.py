@@ -42,8 +42,8 @@ def scale_rewards(rewards: Tensor, cfg: RewardScalingConfig) -> Tensor:
 def shape_overlong_rewards(rewards: Tensor, response_lengths: Tensor, cfg: RewardShapingConfig) -> Tensor:
     """Soft overlong punishment of DAPO (Yu et al. 2025, eq. 13).
 
-    Responses longer than ``max_response_length - overlong_buffer_length`` lose up to ``overlong_buffer_penalty``, linearly
-    over the buffer.
+    Responses longer than ``max_response_length - overlong_buffer_length`` lose up to ``overlong_buffer_penalty``,
+    linearly over the buffer.
 
     Args:
         rewards: fp32 [N].
@@ -69,8 +69,8 @@ def group_statistics(
         rewards: fp32 [N], ``N`` a multiple of ``num_generations``.
         valid_mask: bool [N]; False = the sample neither counts nor is trained on.
         num_generations: samples per prompt.
-        use_leave_one_out_baseline: the baseline of a sample is the mean of the *other* valid samples of its group, which
-            keeps the estimator unbiased (Kool et al. 2019; Ahmadian et al. 2024).
+        use_leave_one_out_baseline: the baseline of a sample is the mean of the *other* valid samples of its group,
+            which keeps the estimator unbiased (Kool et al. 2019; Ahmadian et al. 2024).
 
     Returns:
         Statistics per sample. A group with fewer than two valid samples has std 0 and its own reward as baseline.

@@ -359,7 +359,7 @@ class MasterConfig(ConfigModel):
         """
         if self.policy.dtensor_cfg.num_workers is not None:
             return self.policy.dtensor_cfg.num_workers
-        return self.cluster.gpus_per_node * self.cluster.num_nodes if device == "cuda" else 1
+        return self._num_gpus_split()[0] if device == "cuda" else 1
 
     def policy_data_parallel_size(self, device: Device) -> int:
         """Count the training workers that hold different samples.
@@ -387,11 +387,21 @@ class MasterConfig(ConfigModel):
             return generation.num_engines
         if device == "cpu":
             return 1
-        resources = generation.colocated.resources
-        own = not generation.colocated.enabled
-        gpus = resources.gpus_per_node if own and resources.gpus_per_node else self.cluster.gpus_per_node
-        nodes = resources.num_nodes if own and resources.num_nodes else self.cluster.num_nodes
-        return gpus * nodes // (generation.vllm_cfg.tensor_parallel_size * generation.vllm_cfg.pipeline_parallel_size)
+        return self._num_gpus_split()[1] // (
+            generation.vllm_cfg.tensor_parallel_size * generation.vllm_cfg.pipeline_parallel_size
+        )
+
+    def _num_gpus_split(self) -> tuple[int, int]:
+        """Return the GPUs of training and those of generation; all of them twice when they are shared."""
+        per_node, nodes = self.cluster.gpus_per_node, self.cluster.num_nodes
+        colocated = self.policy.generation.colocated
+        if colocated.enabled:
+            return per_node * nodes, per_node * nodes
+        if nodes == 1:
+            own = colocated.resources.gpus_per_node or 0
+            return per_node - own, own
+        own_nodes = colocated.resources.num_nodes or 0
+        return per_node * (nodes - own_nodes), per_node * own_nodes
 
     @model_validator(mode="after")
     def _sections_agree(self) -> MasterConfig:

@@ -130,6 +130,7 @@ def _generation_conflicts(cfg: MasterConfig) -> list[str]:
             f"policy.generation.{key}: got {got}; training takes log-probabilities of the untruncated distribution, so "
             f"samples must come from it too. Use {key}: {'1.0' if key == 'top_p' else 'null'}."
         )
+    found += _device_split_conflicts(cfg)
     max_model_len = generation.vllm_cfg.max_model_len
     if max_model_len < policy.max_total_sequence_length:
         found.append(
@@ -143,6 +144,21 @@ def _generation_conflicts(cfg: MasterConfig) -> list[str]:
             f"policy.generation.vllm_cfg.max_model_len ({max_model_len}). Lower it."
         )
     return found
+
+
+def _device_split_conflicts(cfg: MasterConfig) -> list[str]:
+    colocated, cluster = cfg.policy.generation.colocated, cfg.cluster
+    if colocated.enabled:
+        return []
+    key = "gpus_per_node" if cluster.num_nodes == 1 else "num_nodes"
+    got, available = getattr(colocated.resources, key), getattr(cluster, key)
+    if got is not None and got < available:
+        return []
+    return [
+        f"policy.generation.colocated.resources.{key}: got {_show(got)} with colocated.enabled: false; must be "
+        f"from 1 to {available - 1}, what cluster.{key} ({available}) leaves beside training. Set it, or share the "
+        "devices (policy.generation.colocated.enabled: true)."
+    ]
 
 
 def _speculation_conflicts(cfg: MasterConfig) -> list[str]:
@@ -173,10 +189,10 @@ def _speculation_conflicts(cfg: MasterConfig) -> list[str]:
             f"{_any_of(draft.serving_methods)}. Remove the key: the draft sets it."
         )
     model = spec.get("model")
-    if model is not None and model != draft.model_name:
+    if model is not None:
         found.append(
-            f"{key}.model: got {model!r}; policy.draft.enabled: true serves the draft of policy.draft.model_name "
-            f"({_show(draft.model_name)}). Remove the key: the path is given once, there."
+            f"{key}.model: got {model!r}; must be absent with policy.draft.enabled: true, which serves the draft of "
+            f"policy.draft.model_name ({_show(draft.model_name)}). Remove the key: the path is given once, there."
         )
     return found
 

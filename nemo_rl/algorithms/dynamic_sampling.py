@@ -71,6 +71,7 @@ def sample_dynamically(
             return DynamicSamplingResult(full, draw + 1, generated, generated - found)
     raise RuntimeError(
         f"dynamic sampling found {found} of {num_prompts} prompts with different rewards after "
-        f"grpo.dynamic_sampling_max_gen_batches={max_gen_batches} generation batches ({generated} prompts). The task is "
-        "solved or out of reach for this policy: change the data, raise the limit, or set grpo.use_dynamic_sampling=false."
+        f"grpo.dynamic_sampling_max_gen_batches={max_gen_batches} generation batches ({generated} prompts). The task "
+        "is solved or out of reach for this policy: change the data, raise the limit, or set "
+        "grpo.use_dynamic_sampling=false."
     )

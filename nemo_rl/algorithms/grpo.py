@@ -212,8 +212,8 @@ def prepare_training_batch(cfg: MasterConfig, batch: BatchedDataDict) -> dict[st
 def add_old_logprobs(c: GRPOComponents, batch: BatchedDataDict) -> dict[str, float]:
     """Add ``prev_logprobs`` and ``reference_policy_logprobs`` where the loss reads them, in place.
 
-    With ``loss_fn.force_on_policy_ratio`` the previous log-probabilities are the current ones, so their extra forward is
-    skipped unless ``grpo.seq_logprob_error_threshold`` needs it.
+    With ``loss_fn.force_on_policy_ratio`` the previous log-probabilities are the current ones, so their extra forward
+    is skipped unless ``grpo.seq_logprob_error_threshold`` needs it.
 
     Returns:
         Metrics of the sequence filter.
@@ -260,8 +260,9 @@ class NonFiniteGuard:
         self._consecutive = self._consecutive + 1 if num_skipped else 0
         if self._consecutive >= self._limit:
             raise NonFiniteError(
-                f"step {step}: the update was skipped for a non-finite loss or gradient in {self._consecutive} steps in a row "
-                f"(grpo.max_nonfinite_steps={self._limit}). Lower the learning rate or resume from an earlier checkpoint."
+                f"step {step}: the update was skipped for a non-finite loss or gradient in {self._consecutive} "
+                f"consecutive steps (grpo.max_nonfinite_steps={self._limit}). Lower the learning rate, or resume from "
+                "an earlier checkpoint."
             )
 
 
@@ -374,13 +375,16 @@ def grpo_train(c: GRPOComponents) -> GRPOState:
     if cfg.grpo.val_at_start and state.step == 0 and c.val_dataset is not None:
         run_validation(c)
 
+    metrics: dict[str, float] = {}
+    saved_step = state.step
     while state.step < cfg.grpo.max_num_steps:
         timer.reset()
         with timer.time("total_step_time"):
-            metrics = grpo_step(c, source)
-        if metrics is None:
+            step_metrics = grpo_step(c, source)
+        if step_metrics is None:
             log.info("data ended after %d epochs at step %d", cfg.grpo.max_num_epochs, state.step)
             break
+        metrics = step_metrics
         guard.update(int(metrics["train/num_skipped_updates"]), step=state.step)
         should_stop = False
         is_last = state.step >= cfg.grpo.max_num_steps
@@ -391,19 +395,22 @@ def grpo_train(c: GRPOComponents) -> GRPOState:
             should_stop = reached_target(cfg, state.val_metrics)
         metrics |= throughput_metrics(timer, metrics["train/num_generated_tokens"])
         metrics |= {f"timing/train/{k}": v for k, v in timer.reduce().items()}
-        # The row is written before the checkpoint: a run killed in between truncates it on resume and writes it again; the
-        # other order would lose it.
+        # The row is written before the checkpoint: a run killed in between truncates it on resume and writes it again;
+        # the other order would lose it.
         c.logger.log_metrics(metrics, state.step)
-        if c.checkpointer.should_save(state.step, is_last_step=is_last or should_stop):
+        if c.checkpointer.should_save(state.step, is_last=is_last or should_stop):
             with timer.time("checkpointing"):
                 save_checkpoint(c, metrics)
+            saved_step = state.step
         c.on_step(state.step, metrics)
-        if should_stop or c.checkpointer.deadline_reached:
+        if should_stop or c.checkpointer.out_of_time():
             log.info("stopping at step %d", state.step)
             break
 
     if cfg.grpo.val_at_end and c.val_dataset is not None and state.validated_step != state.step:
         run_validation(c)
+    if cfg.checkpointing.enabled and saved_step != state.step:
+        save_checkpoint(c, metrics)  # the data ended where no one could know that it was the last step
     return state
 
 

@@ -1,8 +1,8 @@
 """Clipped policy-gradient loss: a pure function of log-probabilities and a batch.
 
-Every token quantity is ``[B, T]`` with the convention of the whole program: entry ``t`` belongs to token ``x_t`` and its
-log-probability is ``log p(x_t | x_<t)``; position 0 and padding are masked. Denominators are global and come from the
-caller, so the sum of the losses of all micro-batches and ranks is the loss of the whole optimizer batch.
+Every token quantity is ``[B, T]`` with the convention of the whole program: entry ``t`` belongs to token ``x_t`` and
+its log-probability is ``log p(x_t | x_<t)``; position 0 and padding are masked. Denominators are global and come from
+the caller, so the sum of the losses of all micro-batches and ranks is the loss of the whole optimizer batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class LossOutput(NamedTuple):
     loss: Tensor
     """Scalar with graph, already divided by the global denominators."""
     metrics: dict[str, tuple[Tensor, Tensor]]
-    """``name -> (numerator, denominator)``, detached fp32 scalars; add both over micro-batches and ranks, then divide."""
+    """``name -> (numerator, denominator)``, detached fp32 scalars; add both over micro-batches and ranks, then
+    divide."""
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -82,8 +83,9 @@ class ClippedPGLossFn:
     """PPO/GRPO/DAPO/GSPO policy loss with an optional KL penalty to a reference policy.
 
     ``-min(r A, clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A)``, bounded by ``-ratio_clip_c A`` where ``A < 0``
-    (dual clip), averaged over tokens (``token_level_loss``) or first inside each sequence. ``r`` is the ratio of current
-    to rollout-time policy per token, or its geometric mean over the sequence (``sequence_level_importance_ratios``).
+    (dual clip), averaged over tokens (``token_level_loss``) or first inside each sequence. ``r`` is the ratio of
+    current to rollout-time policy per token, or its geometric mean over the sequence
+    (``sequence_level_importance_ratios``).
     """
 
     cfg: ClippedPGLossConfig
@@ -94,10 +96,11 @@ class ClippedPGLossFn:
         """Compute the loss of one micro-batch.
 
         Args:
-            curr_logprobs: fp32 [B, T] with graph, log-probabilities of the sampled tokens under the trained policy at the
-                sampling temperature.
+            curr_logprobs: fp32 [B, T] with graph, log-probabilities of the sampled tokens under the trained policy at
+                the sampling temperature.
             data: keys ``advantages``, ``generation_logprobs`` fp32 [B, T], ``token_mask`` [B, T], ``sample_mask`` [B];
-                ``prev_logprobs`` unless ``force_on_policy_ratio``; ``reference_policy_logprobs`` when a KL penalty is set.
+                ``prev_logprobs`` unless ``force_on_policy_ratio``; ``reference_policy_logprobs`` when a KL penalty is
+                set.
             global_valid_toks: scalar, kept tokens of the whole optimizer batch over all ranks.
             global_valid_seqs: scalar, kept sequences of the same.
 

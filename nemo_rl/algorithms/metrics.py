@@ -33,8 +33,8 @@ def fold(pairs: Mapping[str, Pair], *, prefix: str = "") -> dict[str, float]:
 def acceptance_metrics(counters: SpecCounters, *, prefix: str) -> dict[str, float]:
     """Metrics of the engine's speculative decoding over one rollout.
 
-    ``acceptance_length`` is the mean number of tokens that one verification emits, 1 + accepted / drafts, in [1, K + 1];
-    ``acceptance_rate_pos_{i}`` is the share of drafts whose i-th token (0-based) was accepted.
+    ``acceptance_length`` is the mean number of tokens that one verification emits, 1 + accepted / drafts, in [1, K +
+    1]; ``acceptance_rate_pos_{i}`` is the share of drafts whose i-th token (0-based) was accepted.
 
     Args:
         counters: *differences* of the engine's cumulative counters.

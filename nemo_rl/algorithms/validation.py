@@ -39,8 +39,8 @@ def validate(
 ) -> ValidationResult:
     """Score ``num_generations`` sampled completions of every example.
 
-    Draws are keyed by (seed, prompt), not by the step, so rounds differ only by the policy. The acceptance counters of a
-    round are its own: rollouts of the training step never mix with them.
+    Draws are keyed by (seed, prompt), not by the step, so rounds differ only by the policy. The acceptance counters of
+    a round are its own: rollouts of the training step never mix with them.
 
     Args:
         generation: the engine group with the current weights.

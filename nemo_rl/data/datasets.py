@@ -74,7 +74,9 @@ class PromptWriter:
         """
         self._tokenizer = tokenizer
         self._template = None if prompt_file is None else _read_text(prompt_file, setting="data.prompt_file")
-        system = None if system_prompt_file is None else _read_text(system_prompt_file, setting="data.system_prompt_file")
+        system = (
+            None if system_prompt_file is None else _read_text(system_prompt_file, setting="data.system_prompt_file")
+        )
         self._head = [] if system is None else [{"role": "system", "content": system}]
         if self._template is None:
             return
@@ -82,8 +84,8 @@ class PromptWriter:
             filled = self._template.format(PLACEHOLDER_PROBE)
         except (IndexError, KeyError, ValueError) as err:
             raise ConfigError(
-                f"data.prompt_file: {prompt_file} cannot be filled in ({type(err).__name__}: {err}); must have '{{}}' for the "
-                "question and every other brace doubled, as in \\boxed{{{{}}}}."
+                f"data.prompt_file: {prompt_file} cannot be filled in ({type(err).__name__}: {err}); must have "
+                "'{}' for the question and every other brace doubled, as in \\boxed{{}}."
             ) from err
         if PLACEHOLDER_PROBE not in filled:
             raise ConfigError(f"data.prompt_file: {prompt_file} has no '{{}}'; the question would be lost. Add it.")
@@ -146,8 +148,8 @@ def build_datasets(
     """
     if env.name == "reasoning_gym" and data.dataset_name != "reasoning_gym":
         raise ConfigError(
-            f"env.name: got 'reasoning_gym' with data.dataset_name {data.dataset_name!r}; this environment scores generated "
-            "reasoning-gym questions only. Set data.dataset_name=reasoning_gym or env.name=math."
+            f"env.name: got 'reasoning_gym' with data.dataset_name {data.dataset_name!r}; this environment scores "
+            "generated reasoning-gym questions only. Set data.dataset_name=reasoning_gym or env.name=math."
         )
     writer = PromptWriter(tokenizer, prompt_file=data.prompt_file, system_prompt_file=data.system_prompt_file)
     train, val = _sources(data, seed=seed)
@@ -187,8 +189,8 @@ def _sources(data: DataConfig, *, seed: int) -> tuple[QuestionSource, QuestionSo
     if known is None:
         names = ", ".join(["reasoning_gym", "ResponseDataset", *HUB_DATASETS])
         raise ConfigError(
-            f"data.dataset_name: got {data.dataset_name!r}; must be one of {names}. For other data use ResponseDataset with "
-            "data.train_data_path, data.input_key and data.output_key."
+            f"data.dataset_name: got {data.dataset_name!r}; must be one of {names}. For other data use "
+            "ResponseDataset with data.train_data_path, data.input_key and data.output_key."
         )
     fields = _Fields(known.input_key, known.output_key, known.answer_of)
     if data.train_data_path is not None:
@@ -213,8 +215,8 @@ def _file_sources(data: DataConfig, fields: _Fields) -> tuple[QuestionSource, Qu
     path = data.train_data_path
     if path is None:
         raise ConfigError(
-            f"data.train_data_path: got null; data.dataset_name={data.dataset_name} needs a .jsonl file, a directory with "
-            "data or a data set on the hub."
+            f"data.train_data_path: got null; data.dataset_name={data.dataset_name} needs a .jsonl file, a directory "
+            "with data or a data set on the hub."
         )
     train = _file_source(path, fields, setting="data.train_data_path", split=data.train_split, usual=("train",))
     if data.val_data_path is not None:

@@ -38,8 +38,8 @@ class PromptLoader:
         """
         if batch_size > len(dataset):
             raise ConfigError(
-                f"grpo.num_prompts_per_step: got {batch_size}; must be at most the {len(dataset)} prompts of the training "
-                "data. Lower it or give more data."
+                f"grpo.num_prompts_per_step: got {batch_size}; must be at most the {len(dataset)} prompts of the "
+                "training data. Lower it or give more data."
             )
         self._dataset = dataset
         self._batch_size = batch_size
@@ -89,17 +89,23 @@ class PromptLoader:
         current = self.state_dict()
         missing = sorted(set(current) - set(state))
         if missing:
-            raise CheckpointError(f"train_dataloader.json: lacks {missing}; it was not written by this loader. Remove the checkpoint.")
+            raise CheckpointError(
+                f"train_dataloader.json: lacks {missing}; it was not written by this loader. Remove the checkpoint."
+            )
         sources = {"dataset_size": "the training data", "shuffle": "data.shuffle", "seed": "grpo.seed"}
         for name, source in sources.items():
             if state[name] != current[name]:
                 raise CheckpointError(
-                    f"train_dataloader.json: {name} is {state[name]!r} in the checkpoint and {current[name]!r} in this run, so "
-                    f"its position means other prompts. Restore {source}, or start with another checkpoint_dir."
+                    f"train_dataloader.json: {name} is {state[name]!r} in the checkpoint and {current[name]!r} in this "
+                    f"run, so its position means other prompts. Restore {source}, or start with another checkpoint_dir."
                 )
         epoch, position = state["epoch"], state["position"]
-        if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= len(self._dataset)):
-            raise CheckpointError(f"train_dataloader.json: epoch {epoch!r}, position {position!r} is no place in the data.")
+        if not (
+            isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= len(self._dataset)
+        ):
+            raise CheckpointError(
+                f"train_dataloader.json: epoch {epoch!r}, position {position!r} is no place in the data."
+            )
         self._epoch, self._position = epoch, position
 
     def _order(self) -> np.ndarray:

@@ -169,22 +169,24 @@ class RecordSource:
         text = self._text(record, self._input_key, setting="data.input_key", row=row)
         answer = self._answer_of(self._text(record, self._output_key, setting="data.output_key", row=row))
         if answer is None:
-            raise ConfigError(f"{self._origin}, row {row}: field {self._output_key!r} holds no final answer. Repair the row.")
+            raise ConfigError(
+                f"{self._origin}, row {row}: field {self._output_key!r} holds no final answer. Repair the row."
+            )
         return Question(text, {"ground_truth": answer})
 
     def _text(self, record: Mapping[str, Any], key: str, *, setting: str, row: int) -> str:
         value = field_of(record, key)
         if value is MISSING:
             raise ConfigError(
-                f"{self._origin}, row {row}: no field {key!r} ({setting}); the row has {', '.join(map(repr, record)) or 'none'}. "
-                f"Set {setting} to one of them or repair the row."
+                f"{self._origin}, row {row}: no field {key!r} ({setting}); the row has "
+                f"{', '.join(map(repr, record)) or 'none'}. Set {setting} to one of them or repair the row."
             )
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(
-                f"{self._origin}, row {row}: field {key!r} ({setting}) is {value!r}; must be non-empty text or a number. "
-                "Repair or remove the row."
+                f"{self._origin}, row {row}: field {key!r} ({setting}) is {value!r}; must be non-empty text or a "
+                "number. Repair or remove the row."
             )
         return value
 
@@ -215,9 +217,7 @@ def field_of(record: Any, key: str) -> Any:
     return value
 
 
-def read_jsonl(
-    path: Path, *, input_key: str, output_key: str, answer_of: Callable[[str], str | None]
-) -> RecordSource:
+def read_jsonl(path: Path, *, input_key: str, output_key: str, answer_of: Callable[[str], str | None]) -> RecordSource:
     """Read a JSONL file and check every row.
 
     Args:
@@ -234,7 +234,7 @@ def read_jsonl(
     """
     records, numbers = [], []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON text may hold U+2028
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"data: {path} cannot be read as UTF-8 text ({err}). Correct the path or the file.") from err
     for number, line in enumerate(lines, start=1):
@@ -245,7 +245,9 @@ def read_jsonl(
         except json.JSONDecodeError as err:
             raise ConfigError(f"{path}, row {number}: is no JSON ({err}). Repair or remove the row.") from err
         if not isinstance(record, dict):
-            raise ConfigError(f"{path}, row {number}: is a {type(record).__name__}; must be an object. Repair or remove it.")
+            raise ConfigError(
+                f"{path}, row {number}: is a {type(record).__name__}; must be an object. Repair or remove it."
+            )
         records.append(record)
         numbers.append(number)
     source = RecordSource(
@@ -310,7 +312,9 @@ HUB_DATASETS: dict[str, HubDataset] = {
 """Data sets that `data.dataset_name` knows by name."""
 
 
-def load_table(path: str, *, setting: str, subset: str | None, split: str | None, usual: Sequence[str]) -> datasets.Dataset:
+def load_table(
+    path: str, *, setting: str, subset: str | None, split: str | None, usual: Sequence[str]
+) -> datasets.Dataset:
     """Load one split with the `datasets` library.
 
     Args:
@@ -343,8 +347,8 @@ def load_table(path: str, *, setting: str, subset: str | None, split: str | None
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as err:
         reason = str(err).splitlines()[0] if str(err) else type(err).__name__
         raise ConfigError(
-            f"{setting}: got {path!r} (split {split!r}); must be a data file, a directory with data or a data set on the hub, "
-            f"and it does not load ({reason}). Correct it, or download it first and give its path."
+            f"{setting}: got {path!r} (split {split!r}); must be a data file, a directory with data or a data set on "
+            f"the hub, and it does not load ({reason}). Correct it, or download it first and give its path."
         ) from err
     if isinstance(loaded, datasets.Dataset):
         return loaded

@@ -1,7 +1,7 @@
 """A policy small enough to train on two CPU cores: its tokenizer, its Qwen3 configuration, its chat template.
 
-The tokenizer is a byte-level BPE without merges (any text is representable) plus *phrase tokens*: the fixed question text
-of a few reasoning-gym tasks and the answer tags are one token each, which cuts a prompt from about 70 tokens to 16.
+The tokenizer is a byte-level BPE without merges (any text is representable) plus *phrase tokens*: the fixed question
+text of a few reasoning-gym tasks and the answer tags are one token each, so a prompt has 16 tokens instead of about 70.
 `tiny_training.py` warm-starts such a model; `tools/make_tiny_policy.py` is the command.
 """
 
@@ -117,7 +117,6 @@ def is_up_to_date(directory: Path, settings: TinyPolicySettings) -> bool:
     if record is None or record.get("fingerprint") != settings.fingerprint():
         return False
     return all((directory / name).is_file() for name in POLICY_FILES)
-
 
 
 def build_tiny_tokenizer() -> PreTrainedTokenizerFast:

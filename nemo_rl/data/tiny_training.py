@@ -217,7 +217,8 @@ def initial_model(settings: TinyPolicySettings, tokenizer: PreTrainedTokenizerFa
         intermediate=settings.intermediate,
         tie=False,
     )
-    model = Qwen3ForCausalLM(config).float()
+    with torch.random.fork_rng(devices=[]):  # its constructor draws weights, replaced below, from the global generator
+        model = Qwen3ForCausalLM(config).float()
     generator = torch.Generator().manual_seed(settings.seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -41,8 +41,8 @@ def chat_template_text(choice: str | None) -> str | None:
         return Path(choice).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(
-            f"{KEY}.chat_template: got {choice!r}; must be null, 'default', 'passthrough', inline jinja (with '{{{{' or "
-            f"'{{%') or a readable file, and this is none of them ({err}). Correct the path."
+            f"{KEY}.chat_template: got {choice!r}; must be null, 'default', 'passthrough', inline jinja (with "
+            f"'{{{{' or '{{%') or a readable file, and this is none of them ({err}). Correct the path."
         ) from err
 
 
@@ -66,8 +66,8 @@ def load_tokenizer(cfg: TokenizerConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(cfg.name)
     except (OSError, ValueError, KeyError) as err:
         raise ConfigError(
-            f"{KEY}.name: got {cfg.name!r}; must be a directory with tokenizer files or a hub name, and no tokenizer loads "
-            f"from it ({_first_line(err)}). Correct the name, or download it first when the hub is out of reach."
+            f"{KEY}.name: got {cfg.name!r}; must be a directory with tokenizer files or a hub name, and no tokenizer "
+            f"loads from it ({_first_line(err)}). Correct the name, or download it first when the hub is out of reach."
         ) from err
     if template is not None:
         tokenizer.chat_template = template
@@ -97,13 +97,13 @@ def _check_rendering(tokenizer: PreTrainedTokenizerBase, cfg: TokenizerConfig) -
         text = tokenizer.apply_chat_template(probe, add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as err:
         raise ConfigError(
-            f"{KEY}.chat_template: got {cfg.chat_template!r} with chat_template_kwargs {cfg.chat_template_kwargs!r}; must "
-            f"render a user message, and fails ({_first_line(err)}). Correct the template or its arguments."
+            f"{KEY}.chat_template: got {cfg.chat_template!r} with chat_template_kwargs {cfg.chat_template_kwargs!r}; "
+            f"must render a user message, and fails ({_first_line(err)}). Correct the template or its arguments."
         ) from err
     if "1 + 1" not in text:
         raise ConfigError(
-            f"{KEY}.chat_template: got {cfg.chat_template!r}; must write a user message's content, and renders {text!r}. "
-            "Correct the template (a file's path is looked up from the working directory)."
+            f"{KEY}.chat_template: got {cfg.chat_template!r}; must write a user message's content, and renders "
+            f"{text!r}. Correct the template (a file's path is looked up from the working directory)."
         )
 
 

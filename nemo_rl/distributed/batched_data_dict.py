@@ -39,7 +39,8 @@ class BatchedDataDict(UserDict):
         """Join batches along the samples.
 
         Args:
-            batches: batches with the same keys. Tensors [B, T, ...] may differ in T: each is right padded to the longest.
+            batches: batches with the same keys. Tensors [B, T, ...] may differ in T; each is right padded to the
+                longest.
             pad_value_dict: key to the value that pads it; 0 for keys it does not name.
 
         Returns:
@@ -100,7 +101,9 @@ class BatchedDataDict(UserDict):
                 f"size must divide the {total} samples."
             )
         if batch_size % shards:
-            raise ValueError(f"shard_by_batch_size: got batch size {batch_size}; must be a multiple of {shards} shards.")
+            raise ValueError(
+                f"shard_by_batch_size: got batch size {batch_size}; must be a multiple of {shards} shards."
+            )
         part = batch_size // shards
         if batch_size == total:
             return [self.slice(shard * part, (shard + 1) * part) for shard in range(shards)]

@@ -1,7 +1,7 @@
 """Ray for one run: start a private cluster on this machine, or join ``RAY_ADDRESS``; stop it without leftovers.
 
 A local cluster listens on the loopback interface only and lives in a private directory that goes with it. Ray's token
-authentication stays on. Whatever ends the driver (return, exception, Ctrl-C, SIGTERM) ends every process of the cluster.
+authentication stays on. Whatever ends the driver (return, exception, Ctrl-C, SIGTERM) ends every process of it.
 """
 
 from __future__ import annotations
@@ -137,17 +137,14 @@ def shutdown_ray() -> None:
     if session is None or not session.owns_connection:
         return
     atexit.unregister(shutdown_ray)
-    with _interrupts_held_back():
-        _stop(session)
+    _stop(session)
     for number, handler in session.old_handlers.items():
         signal.signal(number, handler)
 
 
-def get_runtime() -> RayRuntime:
-    """The cluster of this process."""
-    if _session is None:
-        raise RuntimeError("Ray is not running in this process; call init_ray first.")
-    return _session.runtime
+def is_local_cluster() -> bool:
+    """Whether the cluster was started here, so that its workers are processes of this machine."""
+    return _session is not None and _session.runtime.is_local
 
 
 def worker_log_tail(pid: int, *, num_lines: int = 20) -> str:
@@ -160,7 +157,9 @@ def worker_log_tail(pid: int, *, num_lines: int = 20) -> str:
     return "\n".join(files[0].read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
 
 
-def plan_object_store(requested: int | None, *, shm_dir: str | Path = "/dev/shm", fallback_dir: Path) -> ObjectStorePlan:
+def plan_object_store(
+    requested: int | None, *, shm_dir: str | Path = "/dev/shm", fallback_dir: Path
+) -> ObjectStorePlan:
     """Choose size and place of the object store.
 
     Args:
@@ -175,16 +174,18 @@ def plan_object_store(requested: int | None, *, shm_dir: str | Path = "/dev/shm"
     if requested is not None:
         if not MIN_OBJECT_STORE_BYTES <= requested <= free:
             raise ConfigError(
-                f"cluster.object_store_memory: got {requested}; must lie between {MIN_OBJECT_STORE_BYTES} and the {free} "
-                f"bytes that are free in {shm_dir}. Set it to null to have it chosen, or enlarge {shm_dir}."
+                f"cluster.object_store_memory: got {requested}; must lie between {MIN_OBJECT_STORE_BYTES} and the "
+                f"{free} bytes that are free in {shm_dir}. Set it to null to have it chosen, or enlarge {shm_dir}."
             )
         return ObjectStorePlan(requested)
     chosen = min(DEFAULT_OBJECT_STORE_BYTES, int(SHM_SHARE * free))
     if chosen < MIN_OBJECT_STORE_BYTES:
         log.warning(
-            "%s has %d bytes free: Ray's object store goes to %s on disk, which is slower. Enlarge it (docker: --shm-size).",
-            shm_dir, free, fallback_dir,
-        )  # fmt: skip
+            "%s has %d bytes free: Ray's object store goes to %s, which is slower. Enlarge it (docker: --shm-size).",
+            shm_dir,
+            free,
+            fallback_dir,
+        )
         return ObjectStorePlan(DISK_OBJECT_STORE_BYTES, fallback_dir)
     return ObjectStorePlan(chosen)
 
@@ -258,20 +259,16 @@ def _local_gpus(cluster_cfg: ClusterConfig, *, device: str) -> int:
 
 @contextlib.contextmanager
 def _local_cluster_settings() -> Iterator[None]:
-    """Environment that Ray's own processes inherit, and the same answer for the constant that Ray read at its import."""
-    settings = {**LOCAL_CLUSTER_ENV, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
-    old = {name: os.environ.get(name) for name in settings}
+    """Environment that Ray's processes inherit, and the same answer for the constant that Ray read at its import."""
+    old = {name: os.environ.get(name) for name in LOCAL_CLUSTER_ENV}
     old_constant = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ.update(settings)
+    os.environ.update(LOCAL_CLUSTER_ENV)
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = old_constant
         for name, value in old.items():
-            # The mode of authentication stays: this process keeps talking to the cluster that it started.
-            if name == "RAY_AUTH_MODE":
-                continue
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -330,12 +327,14 @@ def _loopback_kept_as_given(address: str) -> Iterator[None]:
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"RAY_ADDRESS: got {address!r}; must be host:port or 'auto', as `ray start --head` prints it.")
+        raise ConfigError(
+            f"RAY_ADDRESS: got {address!r}; must be host:port or 'auto', as `ray start --head` prints it."
+        )
     host = host.strip("[]")
     if not _answers(host, int(port)):
         raise ConfigError(
-            f"RAY_ADDRESS: got {address!r}; nothing answers there within {CONNECT_TIMEOUT_S:.0f} s. Start the cluster with "
-            "`ray start --head`, or unset RAY_ADDRESS to start one on this machine."
+            f"RAY_ADDRESS: got {address!r}; nothing answers there within {CONNECT_TIMEOUT_S:.0f} s. Start the cluster "
+            "with `ray start --head`, or unset RAY_ADDRESS to start one on this machine."
         )
     is_loopback = host in ("localhost", LOOPBACK, "::1")
     old = ray_constants.ENABLE_RAY_CLUSTER
@@ -359,22 +358,23 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _stop(session: _Session) -> None:
-    """Disconnect; for a local cluster also wait for its processes, kill what stays, keep the logs, remove the directory."""
-    processes = _with_descendants(session.head_processes)
-    try:
-        ray.shutdown(wait_for_processes=session.runtime.is_local)
-    except Exception:  # noqa: BLE001  a process boundary: the processes must go whatever Ray says
-        log.exception("Ray's own shutdown failed; its processes are killed.")
-    _, alive = psutil.wait_procs(processes, timeout=EXIT_TIMEOUT_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=EXIT_TIMEOUT_S)
-    if session.runtime.run_dir is not None:
-        _keep_logs(session.runtime.run_dir, log_dir=session.log_dir)
-        shutil.rmtree(session.runtime.run_dir, ignore_errors=True)
-    if session.lock_fd is not None:
-        os.close(session.lock_fd)
+    """Disconnect; a local cluster also ends: no process and no directory stays, the logs are kept."""
+    with _interrupts_held_back():
+        processes = _with_descendants(session.head_processes)
+        try:
+            ray.shutdown(wait_for_processes=session.runtime.is_local)
+        except Exception:  # the processes must go whatever Ray says
+            log.exception("Ray's own shutdown failed; its processes are killed.")
+        _, alive = psutil.wait_procs(processes, timeout=EXIT_TIMEOUT_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=EXIT_TIMEOUT_S)
+        if session.runtime.run_dir is not None:
+            _keep_logs(session.runtime.run_dir, log_dir=session.log_dir)
+            shutil.rmtree(session.runtime.run_dir, ignore_errors=True)
+        if session.lock_fd is not None:
+            os.close(session.lock_fd)
 
 
 def _with_descendants(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -405,7 +405,7 @@ def _ending_signals() -> tuple[int, ...]:
     """Signals whose default action would end the driver without clean-up; only the main thread may handle them."""
     if threading.current_thread() is not threading.main_thread():
         return ()
-    return (signal.SIGTERM, signal.SIGHUP)
+    return tuple(n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

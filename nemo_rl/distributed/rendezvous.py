@@ -1,4 +1,4 @@
-"""How the ranks of one group find each other: a TCPStore on a port that the system chose, and the process group over it.
+"""How the ranks of a group find each other: a TCPStore on a port that the system chose, and the process group on it.
 
 Rank 0 binds port 0 and the driver passes on what was bound, so two jobs never want the same port:
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""For collectives: ranks may wait for one that saves a large checkpoint. A dead rank is noticed by the driver at once."""
+"""For collectives: ranks may wait for one that saves a large checkpoint. The driver notices a dead rank at once."""
 STORE_TIMEOUT = timedelta(minutes=5)
 
 _served: dict[int, dist.TCPStore] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import ray
@@ -31,7 +32,9 @@ class BundleSlot:
     def scheduling(self) -> PlacementGroupSchedulingStrategy:
         """Ray's scheduling strategy for an actor in this slot."""
         return PlacementGroupSchedulingStrategy(
-            self.placement_group, placement_group_bundle_index=self.bundle_index, placement_group_capture_child_tasks=True
+            self.placement_group,
+            placement_group_bundle_index=self.bundle_index,
+            placement_group_capture_child_tasks=True,
         )
 
 
@@ -56,11 +59,13 @@ class RayVirtualCluster:
         name: str = "cluster",
     ) -> None:
         if not bundle_ct_per_node_list or min(bundle_ct_per_node_list) < 1:
-            raise ValueError(f"bundle_ct_per_node_list: got {bundle_ct_per_node_list}; needs at least one slot per node.")
+            raise ValueError(
+                f"bundle_ct_per_node_list: got {bundle_ct_per_node_list}; needs at least one slot per node."
+            )
         if use_gpus and max(bundle_ct_per_node_list) > num_gpus_per_node:
             raise ConfigError(
-                f"cluster.gpus_per_node: got {num_gpus_per_node}; {max(bundle_ct_per_node_list)} workers are asked for on "
-                "one node and each needs a GPU. Lower the number of workers or raise cluster.gpus_per_node."
+                f"cluster.gpus_per_node: got {num_gpus_per_node}; {max(bundle_ct_per_node_list)} workers are asked for "
+                "on one node and each needs a GPU. Lower the number of workers or raise cluster.gpus_per_node."
             )
         if max_colocated_worker_groups < 1:
             raise ValueError(f"max_colocated_worker_groups: got {max_colocated_worker_groups}; must be >= 1.")
@@ -113,7 +118,7 @@ class RayVirtualCluster:
         if not 0 < share <= 1 - taken + 1e-6:
             raise ValueError(
                 f"GPU share of worker group {owner!r}: got {share}; {sorted(self._gpu_shares)} already hold {taken}. "
-                "All groups of a cluster share one GPU per slot: raise max_colocated_worker_groups or shut a group down."
+                "All groups of a cluster share one GPU per slot: raise max_colocated_worker_groups, or end a group."
             )
         self._gpu_shares[owner] = share
 
@@ -138,21 +143,20 @@ class RayVirtualCluster:
         present = int(ray.cluster_resources().get("GPU", 0))
         if present < self.world_size():
             raise ConfigError(
-                f"cluster.gpus_per_node x cluster.num_nodes: {self.world_size()} GPU workers are asked for; the Ray cluster "
-                f"has {present} GPUs. Lower them, or add nodes to the cluster."
+                f"cluster.gpus_per_node x cluster.num_nodes: {self.world_size()} GPU workers are asked for; the Ray "
+                f"cluster has {present} GPUs. Lower them, or add nodes to the cluster."
             )
 
     def _wait_until_placed(self) -> None:
-        ready = [group.ready() for group in self._placement_groups]
-        try:
-            ray.get(ready, timeout=PLACEMENT_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError as err:
-            free = ray.available_resources()
-            self.shutdown()
-            raise WorkerError(
-                f"cluster {self.name!r}: no place for {self._bundle_counts} workers of {self._bundle()} within "
-                f"{PLACEMENT_TIMEOUT_S:.0f} s; the Ray cluster has {free} free. Stop what else runs on it, or ask for less."
-            ) from err
+        deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+        if all(group.wait(max(1, deadline - time.monotonic())) for group in self._placement_groups):
+            return
+        free = ray.available_resources()
+        self.shutdown()
+        raise WorkerError(
+            f"cluster {self.name!r}: no place for {self._bundle_counts} workers of {self._bundle()} within "
+            f"{PLACEMENT_TIMEOUT_S:.0f} s; the Ray cluster has {free} free. Stop what else runs on it, or ask for less."
+        )
 
 
 def _gpu_of_bundles(group: PlacementGroup, count: int) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 from math_verify import parse, verify
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+from nemo_rl.environments.math_job import MathJob
+from nemo_rl.environments.scoring_worker import Note
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about every response without an answer
 
@@ -17,14 +20,7 @@ PRECISION = 6
 """Decimal places that numbers must agree in."""
 
 
-class MathJob(NamedTuple):
-    """A response and the answer expected of it (LaTeX or a plain expression, without `\\boxed`)."""
-
-    response: str
-    ground_truth: str
-
-
-def score_math(job: MathJob, note: Callable[[float, str | None], None]) -> None:
+def score_math(job: MathJob, note: Note) -> None:
     """Score 1.0 if an answer in the response equals the expected one, else 0.0.
 
     Args:
@@ -42,3 +38,15 @@ def score_math(job: MathJob, note: Callable[[float, str | None], None]) -> None:
     note(float(is_equal), None)
     if found:
         note(float(is_equal), str(found[-1]))
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Compare once: that builds the grammar's tables and sympy's caches, which takes as long as many answers."""
+    score_math(MathJob("\\boxed{\\frac{1}{2}} x^2", "0.5"), lambda _score, _answer: None)
+
+
+def prepare_math(job: MathJob) -> Callable[[Note], None]:
+    """Return the scoring of a job."""
+    _warm_up()
+    return functools.partial(score_math, job)

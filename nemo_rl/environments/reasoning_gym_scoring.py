@@ -1,4 +1,4 @@
-"""Scores an answer with a reasoning-gym task's own rule; runs inside a scoring worker."""
+"""Scores an answer with a reasoning-gym task's own rule; all but the job type is for scoring workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nemo_rl.data.sources import create_task
+from nemo_rl.environments.scoring_worker import Note
 
 _TASKS: dict[str, Any] = {}
 """Data sets made so far, by task and settings; only their `score_answer` is used."""
@@ -21,14 +22,21 @@ class ReasoningGymJob(NamedTuple):
     entry: dict[str, Any]
 
 
-def score_reasoning_gym(job: ReasoningGymJob, note: Callable[[float, str | None], None]) -> None:
-    """Ask the task for the score.
+def prepare_reasoning_gym(job: ReasoningGymJob) -> Callable[[Note], None]:
+    """Load the job's task, which is slow the first time.
 
     Args:
         job: what to score.
-        note: receives the score, from 0 to 1 in most tasks.
+
+    Returns:
+        The scoring: asks the task, whose scores are from 0 to 1 in most cases.
     """
     key = json.dumps([job.task, job.task_kwargs], sort_keys=True, default=str)
     if key not in _TASKS:
         _TASKS[key] = create_task(job.task, size=1, seed=0, kwargs=job.task_kwargs)
-    note(_TASKS[key].score_answer(answer=job.answer, entry=job.entry), job.answer)
+    task = _TASKS[key]
+
+    def score(note: Note) -> None:
+        note(task.score_answer(answer=job.answer, entry=job.entry), job.answer)
+
+    return score

@@ -1,22 +1,27 @@
-"""A process that scores answers: `python -m nemo_rl.environments.scoring_worker KIND FILE_DESCRIPTOR`.
+"""The process behind `ScoringPool`: it scores answers under a timer.
 
 It is a program of its own, not a thread or a fork: only a process can be killed when symbolic algebra hangs inside one
-C call, and only the main thread of a process can interrupt it with a timer. It answers each `(index, seconds, job)`
-with `(index, Scored)` and ends when its peer closes the connection.
+C call, and only the main thread of a process can interrupt it with a timer. It sends `READY` after its imports. It
+answers each `(index, seconds, job)` with `STARTED` when what the job needs is loaded, which the time limit leaves out,
+and then with `(index, Scored)`. It ends when its peer closes the connection.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 READY = "ready"
-"""First message, sent when the imports are done."""
+STARTED = "started"
+
+REPEAT_SECONDS = 0.25
+MAX_ADDRESS_SPACE = 4 << 30
+"""Bytes; 10**10**10 ends in a MemoryError of this process, not in the machine's."""
 
 
 class Scored(NamedTuple):
@@ -31,33 +36,37 @@ class DeadlineReached(BaseException):
     """The time of a job is over; no Exception, or the libraries would take it for a failed comparison."""
 
 
-def load_scorer(kind: str) -> Callable[[Any, Callable[[float, str | None], None]], None]:
+Note = Callable[[float, str | None], None]
+"""Takes the score and the answer as soon as they are known, several times if need be: what was noted last stands."""
+
+
+def load_scorer(kind: str) -> Callable[[Any], Callable[[Note], None]]:
     """Import what one kind of job needs.
 
     Args:
         kind: "math" or "reasoning_gym".
 
     Returns:
-        A function of (job, note). It calls `note(score, answer)` as soon as the score is known, and again if it finds
-        more to say about the answer: what was noted last stands even if the time runs out afterwards.
+        A function that takes a job, loads what it needs, and returns the scoring itself as a function of `Note`.
     """
     if kind == "math":
-        from nemo_rl.environments.math_scoring import score_math
+        from nemo_rl.environments.math_scoring import prepare_math
 
-        return score_math
+        return prepare_math
     if kind == "reasoning_gym":
-        from nemo_rl.environments.reasoning_gym_scoring import score_reasoning_gym
+        import reasoning_gym  # noqa: F401 - two seconds: while the rest of a run starts, not with the first answer
 
-        return score_reasoning_gym
+        from nemo_rl.environments.reasoning_gym_scoring import prepare_reasoning_gym
+
+        return prepare_reasoning_gym
     raise ValueError(f"scoring worker: got kind {kind!r}; known are math, reasoning_gym")
 
 
-def score_within(score: Callable[..., None], job: Any, *, seconds: float) -> Scored:
-    """Run one job under a timer; must be called from the main thread.
+def score_within(score: Callable[[Note], None], *, seconds: float) -> Scored:
+    """Run one scoring under a timer; must be called from the main thread.
 
     Args:
-        score: from `load_scorer`.
-        job: its input.
+        score: to run.
         seconds: time allowed.
 
     Returns:
@@ -65,13 +74,16 @@ def score_within(score: Callable[..., None], job: Any, *, seconds: float) -> Sco
     """
     noted: list[tuple[float, str | None]] = [(0.0, None)]
     status: Literal["ok", "timeout", "error"] = "ok"
+    signal.signal(signal.SIGALRM, _on_alarm)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # Repeats: a bare `except` in a parser may swallow the first one.
+        signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_SECONDS)
         try:
-            score(job, lambda value, answer: noted.append((float(value), answer)))
+            score(lambda value, answer: noted.append((float(value), answer)))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
     except DeadlineReached:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)  # again: it may have come just before the line above
         status = "timeout"
     except Exception:  # noqa: BLE001 - process boundary: answers are arbitrary text and reach eval-like parsers
         status = "error"
@@ -91,18 +103,18 @@ def main(arguments: list[str]) -> None:
     kind, descriptor = arguments[0], int(arguments[1])
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which then closes the connection
-    signal.signal(signal.SIGALRM, _on_alarm)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MAX_ADDRESS_SPACE if hard_limit == resource.RLIM_INFINITY else min(MAX_ADDRESS_SPACE, hard_limit)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # parsers print what they cannot read
-    score = load_scorer(kind)
+    prepare = load_scorer(kind)
     try:
         connection.send(READY)
         while True:
             index, seconds, job = connection.recv()
-            connection.send((index, score_within(score, job, seconds=seconds)))
+            score = prepare(job)
+            connection.send(STARTED)
+            connection.send((index, score_within(score, seconds=seconds)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.utils.directories import make_output_dir
 from nemo_rl.utils.timer import TimeoutChecker
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class CheckpointManager:
         self._timeout = TimeoutChecker(cfg.checkpoint_must_save_by, clock=clock)
         self._out_of_time = False
         if cfg.enabled:
-            self._require_writable()
+            make_output_dir(self._dir, key="checkpointing.checkpoint_dir")
             self._recover()
 
     # ---------------------------------------------------------------- when to save
@@ -287,18 +288,6 @@ class CheckpointManager:
         return ResumePoint(path=path, step=int(info["step"]), training_info=info)
 
     # ---------------------------------------------------------------- inside
-
-    def _require_writable(self) -> None:
-        probe = self._dir / f".write_test_{os.getpid()}"
-        try:
-            self._dir.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
-        except OSError as err:
-            raise ConfigError(
-                f"checkpointing.checkpoint_dir: got {str(self._dir)!r}; must be a directory that can be written "
-                f"({err.strerror}). Name another directory, or change its permissions."
-            ) from err
 
     def _recover(self) -> None:
         for path in sorted(self._dir.iterdir()):

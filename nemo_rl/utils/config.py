@@ -4,21 +4,18 @@
     cfg = build_master_config(tree)                               # validated, frozen; or one ConfigError
 
 A file names its parents in `defaults:` (a path or a list, relative to the file); its own keys win. A mapping that holds
-`_override_: true` replaces the parent's mapping instead of merging into it. Missing keys are filled in from the schema
-before interpolations are resolved, so `${...}` may name any key. Nothing here imports torch.
+`_override_: true` replaces the parent's mapping instead of merging into it. `${...}` may name any key, given or
+not. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import copy
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from nemo_rl.algorithms.config import MasterConfig
@@ -26,13 +23,14 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.utils.config_messages import explain, join_problems, structural_problems
 from nemo_rl.utils.config_overrides import apply_override
 from nemo_rl.utils.config_schema import resolve
+from nemo_rl.utils.yaml_reader import parse_yaml
 
 REPLACE_MARKER = "_override_"
 """Key that makes a mapping replace its parent's instead of merging into it."""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Load a configuration file with its parents, apply overrides, fill in defaults, resolve interpolations.
+    """Load a configuration file with its parents, apply overrides, resolve interpolations.
 
     Args:
         path: YAML file.
@@ -40,7 +38,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, An
             ``~key`` (delete; the schema's default takes its place). Values are YAML.
 
     Returns:
-        Plain nested dict without interpolations, not yet validated.
+        Plain nested dict without interpolations, not yet validated; defaults of the schema are not filled in, except
+        those that follow another key.
 
     Raises:
         ConfigError: A file is missing or malformed, an override cannot apply, an interpolation cannot be resolved.
@@ -103,7 +102,7 @@ def load_tree(path: str | Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read one YAML mapping as OmegaConf reads it (``1e-4`` is a number); interpolations stay as text.
+    """Read one YAML mapping; interpolations stay as text.
 
     Args:
         path: YAML file.
@@ -115,16 +114,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: The file is missing, unreadable, not YAML, or not a mapping.
     """
     try:
-        content = OmegaConf.load(path)
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--config: got {str(path)!r}; no such file. Give the path of a YAML file.") from None
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"{path}: cannot be read ({err}). Give the path of a YAML file.") from err
-    except (yaml.YAMLError, OmegaConfBaseException) as err:
+    except yaml.YAMLError as err:
         raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(err).split())}. Correct the file.") from err
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"{path}: got a list; must be a mapping of sections (grpo, policy, ...). Correct the file.")
-    return typing.cast("dict[str, Any]", OmegaConf.to_container(content, resolve=False))
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path}: must be a mapping of sections (grpo, policy, ...). Correct the file.")
+    return content
 
 
 def parents_of(path: Path, own: Mapping[str, Any]) -> list[Path]:

@@ -36,7 +36,7 @@ def structural_problems(tree: Mapping[str, Any]) -> list[str]:
     try:
         MasterConfig.model_validate(unresolved)
     except ValidationError as err:
-        details = [item for item in err.errors(include_url=False) if "${" not in str(item["input"])]
+        details = err.errors(include_url=False)
         return explain([item for item in details if item["type"] in _STRUCTURAL_ERRORS], unresolved)
     return []
 

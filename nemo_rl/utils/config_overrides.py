@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import typing
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl.algorithms.config import MasterConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.utils.config_messages import nearest_name
 from nemo_rl.utils.config_schema import child_type, default_below, has_key, is_free_form, key_names, section_at
+from nemo_rl.utils.yaml_reader import parse_yaml
 
 
 def apply_override(tree: dict[str, Any], text: str) -> None:
@@ -41,7 +39,9 @@ def apply_override(tree: dict[str, Any], text: str) -> None:
     schema: Any = MasterConfig
     for depth, part in enumerate([*parents, last]):
         inner = child_type(schema, part, node)
-        if not has_key(node, part) and inner is None and not (adds and is_free_form(schema)):
+        if inner is None and adds and is_free_form(schema):
+            inner = Any
+        if not has_key(node, part) and inner is None:
             raise ConfigError(_unknown_override(key, depth=depth, schema=schema, node=node))
         if depth == len(parents):
             break
@@ -76,10 +76,9 @@ def _delete(tree: dict[str, Any], key: str) -> None:
 
 def _parse_value(key: str, text: str) -> Any:
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException) as err:
+        return parse_yaml(text)
+    except yaml.YAMLError as err:
         raise ConfigError(f"{key}: got {text!r}; is not valid YAML. Quote the value: '{key}=\"...\"'.") from err
-    return typing.cast("dict[str, Any]", parsed)["value"]
 
 
 def _descend(node: Any, part: str, *, default: Any) -> Any:

@@ -67,37 +67,68 @@ def complete(model: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults of the schema and resolve every interpolation.
+    """Resolve every interpolation; a key that it names may be given or be a default of the schema.
 
     Args:
         tree: Nested dict.
 
     Returns:
-        Plain nested dict without interpolations.
+        Plain nested dict without interpolations: what was given, and the defaults that follow another key. Other
+        defaults are left to the schema, so that a section can tell what was given (`model_fields_set`).
 
     Raises:
         ConfigError: An interpolation names a missing key, an unknown function, or itself.
     """
+    filled = complete(MasterConfig, tree)
+    if not _holds_interpolation(filled):
+        return _without_defaults(MasterConfig, filled, given=tree)
     for name, function in _RESOLVERS.items():
         OmegaConf.register_resolver(name, function, replace=True)
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(complete(MasterConfig, tree)), resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(filled), resolve=True)
     except (OmegaConfBaseException, RecursionError, TypeError, ZeroDivisionError) as err:
         key = getattr(err, "full_key", None) or "configuration"
         detail = str(err).splitlines()[0] if str(err) else type(err).__name__
         raise ConfigError(
             f"{key}: cannot be resolved: {detail}. Name existing keys in ${{...}}; functions: {', '.join(_RESOLVERS)}."
         ) from err
-    return typing.cast("dict[str, Any]", resolved)
+    return _without_defaults(MasterConfig, typing.cast("dict[str, Any]", resolved), given=tree)
+
+
+def _without_defaults(model: type[BaseModel], filled: dict[str, Any], *, given: Mapping[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in filled.items():
+        field = field_at(model, key, filled)
+        inner = None if field is None else section_class(field.annotation, value)
+        if isinstance(value, dict) and inner is not None:
+            below = given.get(key)
+            section = _without_defaults(inner, value, given=below if isinstance(below, Mapping) else {})
+            if section or key in given:
+                kept[key] = section
+        elif key in given or (field is not None and _is_interpolation(field.default)):
+            kept[key] = value
+    return kept
+
+
+def _is_interpolation(value: object) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _holds_interpolation(node: object) -> bool:
+    if isinstance(node, Mapping):
+        return any(_holds_interpolation(item) for item in node.values())
+    if isinstance(node, list):
+        return any(_holds_interpolation(item) for item in node)
+    return _is_interpolation(node)
 
 
 def default_value(field: FieldInfo) -> Any:
     """Return the raw default of a field: interpolations as text, `{}` for a section, lists instead of tuples."""
+    inner = section_class(field.annotation, {})
+    if inner is not None and (field.is_required() or inner is field.default_factory):
+        return {}
     if field.default_factory is None:
         return field.default
-    inner = section_class(field.annotation, {})
-    if inner is not None and inner is field.default_factory:
-        return {}
     value = field.get_default(call_default_factory=True, validated_data={})
     return list(value) if isinstance(value, tuple) else value
 

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import yaml
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.utils.directories import make_output_dir
 from nemo_rl.utils.system_monitor import SYSTEM_METRICS_FILE, SystemMonitor
 
 if TYPE_CHECKING:
@@ -88,23 +90,19 @@ class Logger:
             ConfigError: The directory cannot be written, or a backend's package is not installed.
         """
         self._log_dir = Path(cfg.log_dir)
-        _require_writable(self._log_dir, key="logger.log_dir")
+        make_output_dir(self._log_dir, key="logger.log_dir")
         _require_packages(cfg)
         if resume_step is None:
             _move_earlier_run_aside(self._log_dir)
 
         self._jsonl = _JsonlBackend(self._log_dir, resume_step=resume_step)
         self._backends: list[_Backend] = [self._jsonl]
-        if cfg.tensorboard_enabled:
-            self._backends.append(
-                _TensorboardBackend(cfg.tensorboard, directory=self._log_dir / TENSORBOARD_DIR, resume_step=resume_step)
-            )
-        if cfg.wandb_enabled:
-            self._backends.append(_WandbBackend(cfg.wandb, log_dir=self._log_dir))
-        if cfg.mlflow_enabled:
-            self._backends.append(_MlflowBackend(cfg.mlflow, log_dir=self._log_dir))
-
         self._monitor: SystemMonitor | None = None
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            self._open_backends(cfg, resume_step=resume_step)
+            self.log_hyperparams(run_config)
+            on_error.pop_all()
         if cfg.monitor_gpus:
             self._monitor = SystemMonitor(
                 self._log_dir,
@@ -112,7 +110,15 @@ class Logger:
                 flush_interval=cfg.gpu_monitoring.flush_interval,
             )
             self._monitor.start()
-        self.log_hyperparams(run_config)
+
+    def _open_backends(self, cfg: LoggerConfig, *, resume_step: int | None) -> None:
+        if cfg.tensorboard_enabled:
+            directory = self._log_dir / TENSORBOARD_DIR
+            self._backends.append(_TensorboardBackend(cfg.tensorboard, directory=directory, resume_step=resume_step))
+        if cfg.wandb_enabled:
+            self._backends.append(_WandbBackend(cfg.wandb, log_dir=self._log_dir))
+        if cfg.mlflow_enabled:
+            self._backends.append(_MlflowBackend(cfg.mlflow, log_dir=self._log_dir))
 
     @property
     def log_dir(self) -> Path:
@@ -212,20 +218,6 @@ def _read_rows(path: Path) -> list[tuple[int, dict[str, float | None]]]:
                 break
             raise ValueError(f"{path}:{number}: not a row of metrics") from err
     return rows
-
-
-def _require_writable(directory: Path, *, key: str) -> None:
-    """Create a directory and check that files can be made in it, or raise `ConfigError`."""
-    probe = directory / f".write_test_{os.getpid()}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as err:
-        raise ConfigError(
-            f"{key}: got {str(directory)!r}; must be a directory that can be written ({err.strerror}). "
-            "Name another directory, or change its permissions."
-        ) from err
 
 
 def _require_packages(cfg: LoggerConfig) -> None:
@@ -368,10 +360,15 @@ class _WandbBackend:
         import wandb  # optional package
 
         ids = _read_run_ids(log_dir)
-        run_id = ids.get("wandb") or wandb.util.generate_id()
-        self._run = wandb.init(
-            project=cfg.project, name=cfg.name, id=run_id, resume="allow", dir=str(log_dir), settings={"silent": True}
-        )
+        run_id = ids.get("wandb") or uuid.uuid4().hex
+        arguments = {"project": cfg.project, "name": cfg.name, "id": run_id, "resume": "allow", "dir": str(log_dir)}
+        try:
+            self._run = wandb.init(**arguments, settings={"silent": True})
+        except wandb.errors.Error as err:
+            raise ConfigError(
+                f"logger.wandb_enabled: got true, but no W&B run could be opened ({err}). Log in (wandb login), set "
+                "WANDB_MODE=offline, or set logger.wandb_enabled to false."
+            ) from err
         _write_run_ids(log_dir, ids | {"wandb": run_id})
         # An own step axis: W&B's internal step cannot go back, which a resumed run must.
         self._run.define_metric("step")
@@ -395,19 +392,33 @@ class _MlflowBackend:
 
     def __init__(self, cfg: Any, *, log_dir: Path) -> None:
         from mlflow.entities import Metric  # optional package
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         self._metric = Metric
-        self._client = MlflowClient(tracking_uri=cfg.tracking_uri)
+        try:
+            self._client = MlflowClient(tracking_uri=cfg.tracking_uri)
+            self._run_id = self._open_run(cfg, log_dir=log_dir)
+        except MlflowException as err:
+            raise ConfigError(
+                f"logger.mlflow.tracking_uri: got {cfg.tracking_uri!r}, but no MLflow run could be opened there "
+                f"({err}). Name a server (http://...) or a database (sqlite:////path/mlflow.db, which needs the whole "
+                "mlflow package), or set logger.mlflow_enabled to false."
+            ) from err
+
+    def _open_run(self, cfg: Any, *, log_dir: Path) -> str:
         ids = _read_run_ids(log_dir)
         if "mlflow" in ids:
-            self._run_id = ids["mlflow"]
-            self._client.update_run(self._run_id, status="RUNNING")
-            return
+            self._client.update_run(ids["mlflow"], status="RUNNING")
+            return ids["mlflow"]
         experiment = self._client.get_experiment_by_name(cfg.experiment_name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(cfg.experiment_name)
-        self._run_id = self._client.create_run(experiment_id, run_name=cfg.run_name).info.run_id
-        _write_run_ids(log_dir, ids | {"mlflow": self._run_id})
+        if experiment is None:
+            experiment_id = self._client.create_experiment(cfg.experiment_name)
+        else:
+            experiment_id = experiment.experiment_id
+        run_id = str(self._client.create_run(experiment_id, run_name=cfg.run_name).info.run_id)
+        _write_run_ids(log_dir, ids | {"mlflow": run_id})
+        return run_id
 
     def log_metrics(self, metrics: dict[str, float], *, step: int) -> None:
         now_ms = int(time.time() * 1000)

@@ -36,7 +36,7 @@ def find_model_dir(name: str, *, key: str) -> Path:
     if not _is_hub_name(name):
         raise ConfigError(
             f"{key}: got {name!r}; must be an existing directory or a hub name (organisation/model), and there is no "
-            "such directory. Correct the path, or make the model first (tools/make_tiny_policy.py makes the CPU recipes')."
+            "such directory. Correct the path, or make the model first (the CPU recipes: tools/make_tiny_policy.py)."
         )
     return _hub_snapshot(name, key=key)
 
@@ -72,13 +72,12 @@ def read_model_config(directory: Path, *, key: str) -> dict[str, Any]:
     return content
 
 
-def check_weights(directory: Path, *, key: str, allows_pickle: bool = False) -> None:
+def check_weights(directory: Path, *, key: str) -> None:
     """Check that a model directory holds complete weight files, without reading the weights.
 
     Args:
         directory: The model directory.
         key: The configuration key that names the directory.
-        allows_pickle: Accept a directory whose only weights are ``*.bin`` or ``*.pt`` files.
 
     Raises:
         ConfigError: There are no weights, a shard is missing, or a file is truncated or corrupted; names the file.
@@ -93,7 +92,7 @@ def check_weights(directory: Path, *, key: str, allows_pickle: bool = False) -> 
                 f"{key}: {index} names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing. "
                 "Copy the model again, completely."
             )
-    elif not files and not (allows_pickle and _pickles_in(directory)):
+    elif not files:
         pickles = _pickles_in(directory)
         found = f"only {pickles[0].name}" if pickles else "none"
         raise ConfigError(
@@ -162,7 +161,8 @@ def _hub_snapshot(name: str, *, key: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=MODEL_FILE_PATTERNS, local_files_only=offline))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as err:
-        reason = "and the hub is switched off (HF_HUB_OFFLINE)" if offline else f"and the hub did not give it ({err})"
+        cause = str(err).splitlines()[0] if str(err) else type(err).__name__
+        reason = "and the hub is switched off (HF_HUB_OFFLINE)" if offline else f"and the hub did not give it ({cause})"
         raise ConfigError(
             f"{key}: got {name!r}; is no directory here, is not in the local hub cache, {reason}. Give the path of a "
             "model directory, or download the model where the hub can be reached."

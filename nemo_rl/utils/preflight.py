@@ -6,7 +6,6 @@ found on the way (device, directories, the resolved draft) is returned, so that 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from nemo_rl.algorithms.config import ALGORITHM
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.errors import ConfigError
+from nemo_rl.models.generation.vllm.speculative import merge_speculative_config
 from nemo_rl.utils.config_messages import join_problems
 from nemo_rl.utils.model_files import check_weights, find_model_dir, read_model_config
 from nemo_rl.utils.preflight_files import check_checkpoint, check_writable, output_dirs, prompt_problems
@@ -73,15 +73,16 @@ def preflight(cfg: MasterConfig) -> PreflightResult:
         _gather(problems, lambda: _check_tokenizer(cfg))
     if policy_config is not None:
         problems += length_problems(cfg, policy_config) + head_problems(cfg, policy_config)
+        _gather(problems, lambda: merge_speculative_config(cfg.policy.generation.speculative_config, None))
         if cfg.policy.draft_enabled:
-            draft = _gather(problems, lambda: _resolve_draft(cfg, policy_config)) or draft
+            draft = _gather(problems, lambda: _resolve_draft(cfg, policy_config, device=device)) or draft
     problems += prompt_problems(cfg)
     for key, directory in output_dirs(cfg).items():
         _gather(problems, lambda key=key, directory=directory: check_writable(directory, key=key))
     if not problems:
         # Last, because looking into the directory also clears what an interrupted run left half written.
-        plain = None if draft.spec is None else dataclasses.asdict(draft.spec)
-        _gather(problems, lambda: check_checkpoint(cfg, algorithm=ALGORITHM, draft_spec=plain))
+        identity = None if draft.spec is None else _identity(draft.spec)
+        _gather(problems, lambda: check_checkpoint(cfg, algorithm=ALGORITHM, draft_identity=identity))
     if problems or device is None or model_dir is None or policy_config is None:
         raise ConfigError(join_problems(list(dict.fromkeys(problems))))
     return PreflightResult(
@@ -97,6 +98,12 @@ def preflight(cfg: MasterConfig) -> PreflightResult:
 class _Draft:
     directory: Path | None
     spec: DraftSpec | None
+
+
+def _identity(spec: DraftSpec) -> dict[str, Any]:
+    """Return what a checkpoint must agree with for its draft weights to fit."""
+    identity = spec.architecture.identity()
+    return identity if spec.vocab_ids is None else identity | {"vocab_ids": list(spec.vocab_ids)}
 
 
 def _gather(problems: list[str], check: Callable[[], T]) -> T | None:
@@ -133,23 +140,23 @@ def _check_tokenizer(cfg: MasterConfig) -> None:
         )
 
 
-def _resolve_draft(cfg: MasterConfig, policy_config: dict[str, Any]) -> _Draft:
+def _resolve_draft(cfg: MasterConfig, policy_config: dict[str, Any], *, device: Device | None) -> _Draft:
     # The registry is torch-free up to here; imported late so that runs without a draft do not read it.
     from nemo_rl.models.automodel.draft.registry import resolve_spec
 
     draft = cfg.policy.draft
-    directory, draft_config = None, None
+    directory = None
     if draft.model_name is not None:
-        key = "policy.draft.model_name"
-        directory = find_model_dir(draft.model_name, key=key)
-        draft_config = read_model_config(directory, key=key)
-        check_weights(directory, key=key, allows_pickle=draft.trust_pickle)
+        directory = find_model_dir(draft.model_name, key="policy.draft.model_name")
+        draft = draft.model_copy(update={"model_name": str(directory)})
+    num_speculative_tokens = cfg.policy.generation.num_speculative_tokens
+    assert num_speculative_tokens is not None, "an enabled draft without K is a conflict of the configuration"
     spec = resolve_spec(
         draft,
         policy_config=policy_config,
-        draft_config=draft_config,
-        k=cfg.policy.generation.num_speculative_tokens,
+        k=num_speculative_tokens,
         max_model_len=cfg.policy.generation.vllm_cfg.max_model_len,
         dtype=cfg.policy.generation.vllm_cfg.precision,
+        device=device,
     )
     return _Draft(directory=directory, spec=spec)

@@ -84,13 +84,13 @@ def check_writable(directory: Path, *, key: str) -> None:
         )
 
 
-def check_checkpoint(cfg: MasterConfig, *, algorithm: str, draft_spec: dict[str, Any] | None) -> None:
+def check_checkpoint(cfg: MasterConfig, *, algorithm: str, draft_identity: dict[str, Any] | None) -> None:
     """Check that the latest checkpoint, if there is one, can be continued with this configuration.
 
     Args:
         cfg: The configuration.
         algorithm: What the checkpoint must say it is.
-        draft_spec: Plain fields of the run's draft; None = the run has no draft.
+        draft_identity: What the draft in the checkpoint must agree with; None = the run has no draft.
 
     Raises:
         ConfigError: The checkpoint is of another algorithm, layout or draft, or one of its files is damaged.
@@ -108,20 +108,20 @@ def check_checkpoint(cfg: MasterConfig, *, algorithm: str, draft_spec: dict[str,
         raise ConfigError(
             f"{_CHECKPOINT_KEY}: {path} is not a checkpoint of this program ({err}). {_elsewhere(path)}"
         ) from err
-    _check_draft_meta(cfg, path, draft_spec=draft_spec)
+    _check_draft_meta(cfg, path, draft_identity=draft_identity)
     for file in sorted(path.rglob("*.safetensors")):
         check_safetensors(file, key=_CHECKPOINT_KEY)
 
 
-def _check_draft_meta(cfg: MasterConfig, path: Path, *, draft_spec: dict[str, Any] | None) -> None:
+def _check_draft_meta(cfg: MasterConfig, path: Path, *, draft_identity: dict[str, Any] | None) -> None:
     file = path / "draft" / DRAFT_META_FILE
-    if (draft_spec is None) != (not file.is_file()):
-        has, wants = ("no draft", "trains one") if draft_spec is not None else ("a draft", "has none")
+    if (draft_identity is None) != (not file.is_file()):
+        has, wants = ("no draft", "trains one") if draft_identity is not None else ("a draft", "has none")
         raise ConfigError(
-            f"policy.draft.enabled: got {str(draft_spec is not None).lower()}; {path} holds {has}, this run {wants}. "
+            f"policy.draft.enabled: got {str(draft_identity is not None).lower()}; {path} holds {has}, this run {wants}. "
             f"{_elsewhere(path)}"
         )
-    if draft_spec is None:
+    if draft_identity is None:
         return
     try:
         meta = dict(json.loads(file.read_text(encoding="utf-8")))
@@ -136,7 +136,7 @@ def _check_draft_meta(cfg: MasterConfig, path: Path, *, draft_spec: dict[str, An
         raise ConfigError(
             f"policy.draft.algo: got {cfg.policy.draft.algo!r}; {path} holds a draft of {algo!r}. {_elsewhere(path)}"
         )
-    plain = json.loads(json.dumps(draft_spec))
+    plain = json.loads(json.dumps(draft_identity))
     changed = sorted(name for name in plain.keys() & spec.keys() if plain[name] != spec[name])
     if changed:
         name = changed[0]

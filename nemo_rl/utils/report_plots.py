@@ -197,8 +197,8 @@ def _plot_draft_loss(metrics: MetricTable) -> Plot | None:
     return Plot(
         "draft_loss",
         "Draft loss by depth",
-        "Distance between the draft and the policy that it is trained on. Depth: how many of its own outputs the "
-        "draft has been fed; deeper is harder.",
+        "What the draft is trained on, against the policy's distribution; the floor is the policy's own entropy. "
+        "Depth: how many of its own outputs the draft has been fed; deeper is harder.",
         figure,
     )
 

@@ -141,7 +141,7 @@ def test_killed_run_continues_with_the_same_numbers(
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=10)
-    gone, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, [p.cmdline() for p in alive]
     saved = sorted(p.name for p in (run_dir / "checkpoints").glob("step_*"))
     assert "step_2" in saved

@@ -81,6 +81,7 @@ def save(
         }
         (target / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     if draft is not None:
+        reshard(draft.module)
         draft.export(str(directory / "draft"))
     barrier()
 
@@ -132,7 +133,7 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 def _rng_tensors() -> dict[str, Tensor]:
     """Random state of this rank: torch (CPU, CUDA), numpy and python."""
     prefix = f"rng.{dist.get_rank()}"
-    _, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - libraries draw from it
+    _, keys, position, has_gauss, gauss = np.random.get_state()
     version, words, next_gauss = random.getstate()
     out = {
         f"{prefix}.torch": torch.get_rng_state(),
@@ -289,7 +290,7 @@ def _restore_rng(tensors: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
     position, has_gauss, gauss = state["numpy_rest"].tolist()
     keys = state["numpy_keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), gauss))  # noqa: NPY002
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), gauss))
     version, has_next, next_gauss = state["python_rest"].tolist()
     words = tuple(state["python_words"].tolist())
     random.setstate((int(version), words, next_gauss if has_next else None))

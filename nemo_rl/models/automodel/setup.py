@@ -24,6 +24,7 @@ from nemo_rl.models.automodel.cpu_shim import automodel_without_cuda
 
 if TYPE_CHECKING:
     from nemo_automodel.components.distributed.mesh import MeshContext
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -43,7 +44,8 @@ class ParallelContext:
     Attributes:
         device: where it computes.
         mesh: nemo_automodel's meshes and policies.
-        dp_group: ranks that hold different samples and the same part of the model.
+        dp_mesh: one-dimensional mesh of the ranks that hold different samples and the same part of the model.
+        dp_group: those ranks.
         dp_size: size of `dp_group`.
         tp_size: ranks that share each layer.
         average_size: ranks whose gradients FSDP averages (data times context parallel).
@@ -51,6 +53,7 @@ class ParallelContext:
 
     device: torch.device
     mesh: MeshContext
+    dp_mesh: DeviceMesh
     dp_group: dist.ProcessGroup
     dp_size: int
     tp_size: int
@@ -99,6 +102,7 @@ def build_parallel_context(cfg: PolicyConfig, *, device: torch.device) -> Parall
     """
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
+    from nemo_automodel.components.distributed.mesh_utils import get_flat_mesh
 
     dtensor, world = cfg.dtensor_cfg, dist.get_world_size()
     check_parallel_sizes(cfg, world_size=world)
@@ -119,10 +123,12 @@ def build_parallel_context(cfg: PolicyConfig, *, device: torch.device) -> Parall
         world_size=world,
     )
     mesh = setup.mesh_context
+    dp_mesh = get_flat_mesh(mesh.device_mesh, "dp")
     return ParallelContext(
         device=device,
         mesh=mesh,
-        dp_group=mesh.device_mesh["dp"].get_group(),
+        dp_mesh=dp_mesh,
+        dp_group=dp_mesh.get_group(),
         dp_size=mesh.dp_size,
         tp_size=mesh.tp_size,
         average_size=mesh.dp_size * mesh.cp_size,
@@ -163,6 +169,7 @@ def build_model(cfg: PolicyConfig, parallel: ParallelContext) -> nn.Module:
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.distributed.config import DistributedSetup
 
+    _quiet_automodel()
     kwargs = {
         "attn_implementation": "sdpa",
         "use_liger_kernel": False,
@@ -191,11 +198,19 @@ def build_model(cfg: PolicyConfig, parallel: ParallelContext) -> nn.Module:
     return model
 
 
+def _quiet_automodel() -> None:
+    """Keep nemo_automodel's progress notes out of the log; its modules set their own level when they are imported."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("nemo_automodel") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.WARNING)
+
+
 def _shard_on_one_rank(model: nn.Module, cfg: PolicyConfig, parallel: ParallelContext) -> nn.Module:
     """Wrap with FSDP2 for its mixed precision: nemo_automodel leaves the model of a one-rank mesh unwrapped."""
+    from nemo_automodel.components.distributed.mesh_utils import get_flat_mesh
     from nemo_automodel.components.distributed.parallelizer import apply_fsdp2_sharding_recursively
 
-    mesh = parallel.mesh.device_mesh["dp_shard_cp"]
+    mesh = get_flat_mesh(parallel.mesh.device_mesh, "dp_shard_cp")
     policy, offload = mixed_precision(cfg), parallel.mesh.strategy_config.offload_policy
     apply_fsdp2_sharding_recursively(model, mesh, policy, offload)
     kwargs = {} if offload is None else {"offload_policy": offload}

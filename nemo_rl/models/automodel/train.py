@@ -33,48 +33,15 @@ from nemo_rl.models.automodel.setup import (
     local_tensor,
     reshard,
 )
+from nemo_rl.models.policy.results import BatchResult, GroupResult, MetricPairs
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase
     from nemo_rl.models.policy.config import PolicyConfig
 
-MetricPairs = dict[str, list[float]]
-"""Metric name to [numerator, denominator], this rank's sums."""
-
 LossFn = Callable[..., Any]
 """`nemo_rl.algorithms.loss` call signature."""
-
-
-@dataclass
-class GroupResult:
-    """What one optimizer group did in one global batch.
-
-    Attributes:
-        loss: this rank's share; the sum over data-parallel ranks is the loss.
-        grad_norm: global norm before clipping.
-        is_skipped: the update was left out because loss or gradient was not finite.
-        metrics: this rank's sums.
-        weight_change_norm: norm of the parameter update; nan where it is not measured.
-    """
-
-    loss: float
-    grad_norm: float
-    is_skipped: bool
-    metrics: MetricPairs
-    weight_change_norm: float = float("nan")
-
-
-@dataclass
-class BatchResult:
-    """One optimizer step on this rank."""
-
-    policy: GroupResult
-    draft: GroupResult | None
-    global_valid_toks: float
-    global_valid_seqs: float
-    num_microbatches: int
-    timing: dict[str, float]
 
 
 @dataclass
@@ -100,7 +67,7 @@ class _Sums:
         if not self.pairs:
             return {}
         values = torch.stack(list(self.pairs.values())).tolist()
-        return dict(zip(self.pairs, values, strict=True))
+        return {name: (num, den) for name, (num, den) in zip(self.pairs, values, strict=True)}
 
 
 class PolicyTrainer:
@@ -260,15 +227,15 @@ class PolicyTrainer:
         verdicts = all_reduce_max(is_bad.float()).tolist()
         results = []
         for (group, sums), norm, bad in zip(pairs, norms, verdicts, strict=True):
-            measure = group.name != "policy"
-            before = [local_tensor(p).clone() for p in _params(group)] if measure else []
+            # Measured for the draft, where it is the sign that it learns; a copy of the policy would be too large.
+            is_measured = group is self.draft_group
+            before = [local_tensor(p).clone() for p in _params(group)] if is_measured else []
+            lr = group.lr
             if not bad:
                 group.optimizer.step()
             group.optimizer.zero_grad(set_to_none=True)
-            result = GroupResult(float(sums.loss), float(norm), bool(bad), sums.as_floats())
-            if measure:
-                result.weight_change_norm = self._change_norm(group, before)
-            results.append(result)
+            change = self._change_norm(group, before) if is_measured else None
+            results.append(GroupResult(float(sums.loss), float(norm), lr, bool(bad), sums.as_floats(), change))
         return results[0], results[1] if len(results) > 1 else None
 
     def _clip(self, group: OptimizerGroup) -> Tensor:

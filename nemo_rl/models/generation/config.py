@@ -50,10 +50,10 @@ class ColocatedResources(ConfigModel):
     """Devices that belong to generation alone."""
 
     gpus_per_node: PositiveInt | None = None
-    """GPUs of each node for generation; null = not set apart."""
+    """GPUs for generation when there is one node."""
 
     num_nodes: PositiveInt | None = None
-    """Nodes for generation; null = not set apart."""
+    """Nodes for generation when there are several."""
 
 
 class ColocatedConfig(ConfigModel):
@@ -80,6 +80,22 @@ class SamplingCheckConfig(ConfigModel):
 
     max_z: PositiveFloat = 6.0
     """Largest accepted distance between mean negative log-likelihood and mean entropy, in standard errors."""
+
+
+class ThroughputProbeConfig(ConfigModel):
+    """Measurement, after the last step, of what speculation gains."""
+
+    enabled: bool = False
+    """Generate the same prompts with and without speculation and log both speeds."""
+
+    num_prompts: PositiveInt = 32
+    """Prompts per measurement."""
+
+    batch_size: PositiveInt = 8
+    """Prompts generated at once."""
+
+    repeats: PositiveInt = 3
+    """Measurements of each kind, in turns."""
 
 
 class GenerationConfig(ConfigModel):
@@ -120,6 +136,9 @@ class GenerationConfig(ConfigModel):
 
     sampling_check: SamplingCheckConfig = Field(default_factory=SamplingCheckConfig)
     """Start-up check of the engine's sampling."""
+
+    throughput_probe: ThroughputProbeConfig = Field(default_factory=ThroughputProbeConfig)
+    """Measurement of what speculation gains."""
 
     @property
     def speculative_config(self) -> dict[str, Any] | None:

@@ -51,12 +51,12 @@ class ThroughputComparison:
     Attributes:
         speculative: With speculative decoding.
         plain: One token per forward.
-        num_repeats: Timed repeats of each.
+        repeats: Timed runs of each.
     """
 
     speculative: float
     plain: float
-    num_repeats: int
+    repeats: int
 
     @property
     def speedup(self) -> float:
@@ -103,6 +103,19 @@ class GenerationInterface(ABC):
 
         Raises:
             SamplingCheckError: They do not fit.
+        """
+
+    @abstractmethod
+    def measure_throughput(
+        self, data: BatchedDataDict, *, payload: RefitPayload, batch_size: int, repeats: int
+    ) -> ThroughputComparison:
+        """Time one engine on the same prompts and weights with and without speculation.
+
+        Args:
+            data: As for `generate`.
+            payload: The update that the engines hold.
+            batch_size: Sequences decoded together.
+            repeats: Timed runs of each kind, in turns; the medians are reported.
         """
 
     @abstractmethod

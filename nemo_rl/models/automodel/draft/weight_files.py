@@ -93,7 +93,9 @@ def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{index}: names the shard {name}, which does not exist. Restore it.")
         for key, tensor in _header(directory / name).items():
             if key in tensors:
-                raise CheckpointError(f"{directory}: tensor {key} is in two shards, {tensors[key].file.name} and {name}.")
+                raise CheckpointError(
+                    f"{directory}: tensor {key} is in two shards, {tensors[key].file.name} and {name}."
+                )
             tensors[key] = tensor
     missing = sorted(set(weight_map) - set(tensors))
     if missing:

@@ -112,6 +112,11 @@ def check_vllm_kwargs(vllm_kwargs: dict[str, Any]) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def engine_worker_class(device: str) -> str:
+    """Qualified name of the vLLM worker class for "cuda" or "cpu"."""
+    return f"nemo_rl.models.generation.vllm.{device}_engine_worker.{device.capitalize()}EngineWorker"
+
+
 def read_model_config(model_dir: str) -> dict[str, Any]:
     """`config.json` of a model directory; empty when the model is not a local directory."""
     path = Path(model_dir) / "config.json"
@@ -132,7 +137,7 @@ def build_engine_kwargs(
     device: str,
     seed: int,
     speculative_config: dict[str, Any] | None,
-    trained_draft_names: tuple[str, ...],
+    trained_draft_tensors: tuple[str, ...],
     limits: EngineLimits,
 ) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM`.
@@ -144,7 +149,7 @@ def build_engine_kwargs(
         device: "cuda" or "cpu".
         seed: Of the engine.
         speculative_config: As `merge_speculative_config` made it; None decodes without speculation.
-        trained_draft_names: Export names of the tensors that training sends for the draft; empty when none is trained.
+        trained_draft_tensors: Export names of the tensors that training sends for the draft; empty when none is trained.
         limits: As `engine_limits` made it.
     """
     check_vllm_kwargs(config.vllm_kwargs)
@@ -172,8 +177,8 @@ def build_engine_kwargs(
         "max_logprobs": SELF_CHECK_TOP_K,
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
-        "worker_cls": f"nemo_rl.models.generation.vllm.{device}_engine_worker.{device.capitalize()}EngineWorker",
-        "additional_config": {"nemo_rl": {"trained_draft_names": list(trained_draft_names)}},
+        "worker_cls": engine_worker_class(device),
+        "additional_config": {"nemo_rl": {"trained_draft_tensors": list(trained_draft_tensors)}},
     }
     if not on_cpu and config.colocated.enabled:
         kwargs["enable_sleep_mode"] = True

@@ -40,7 +40,7 @@ from nemo_rl.models.generation.vllm.update_checks import find_problems, is_float
 from nemo_rl.weight_sync.checksum import dtype_name, from_numpy, tensor_checksum
 from nemo_rl.weight_sync.interfaces import DRAFT_PREFIX, RefitManifest, TensorInfo
 
-_TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MODEL_KEY, _DRAFT_KEY = "policy.model_name", "policy.draft"
 
 
@@ -132,8 +132,8 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any) -> None:
         """Take vLLM's arguments (config, vllm_config, device, model)."""
         super().__init__(*args)
-        self.version = 0
-        self.last_result = VerifyResult(0, frozenset(), frozenset())
+        self.version = -1
+        self.last_result = VerifyResult(-1, frozenset(), frozenset())
         self._draft: _Draft | None = None
         self._staged: _Staged | None = None
         self._expected: dict[str, TensorInfo] = {}
@@ -156,7 +156,7 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         names = [name for name, info in headers.items() if is_float(info) and not name.endswith("rotary_emb.inv_freq")]
         self._expected = self._describe(self.model, headers, names)
         if self._is_tied:
-            self._expected[_TIED_HEAD] = self._expected[_EMBEDDING]
+            self._expected[_HEAD] = self._expected[_EMBEDDING]
         if draft is None:
             return
         headers = read_headers(draft_config.model, key=_DRAFT_KEY)
@@ -201,10 +201,10 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             tensors,
             update_info.checksums,
             expected=self._expected,
-            optional={_TIED_HEAD} if self._is_tied else (),
+            optional={_HEAD} if self._is_tied else (),
         )
-        if self._is_tied and not problems and not torch.equal(tensors.get(_TIED_HEAD, tensors[_EMBEDDING]), tensors[_EMBEDDING]):
-            problems.append(f"{_TIED_HEAD} differs from {_EMBEDDING}, to which the policy's config ties it")
+        if self._is_tied and not problems and not torch.equal(tensors.get(_HEAD, tensors[_EMBEDDING]), tensors[_EMBEDDING]):
+            problems.append(f"{_HEAD} differs from {_EMBEDDING}, to which the policy's config ties it")
         if problems:
             raise RefitError(
                 f"Weight update {update_info.version} was refused: {'; '.join(problems)}. No weight was changed."
@@ -224,7 +224,7 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RefitError("finish_weight_update: no update was received in this round.")
         policy = {name: staged.tensors[name] for name in staged.info.manifest.policy}
         if self._is_tied:
-            policy.pop(_TIED_HEAD, None)  # the head is the embedding
+            policy.pop(_HEAD, None)  # the head is the embedding
         self._load(self.model, policy, self.model_config)
         if self._draft is not None:
             sent = {name: staged.tensors[DRAFT_PREFIX + name] for name in self._draft.trained}
@@ -241,22 +241,6 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Release what was received."""
         self._staged = None
-
-    def read_policy(self) -> dict[str, torch.Tensor]:
-        """Copies of the policy's tensors under their checkpoint names, for another engine of the same model.
-
-        Raises:
-            RefitError: A tensor cannot be read back whole.
-        """
-        tensors, found = ModelTensors(self.model), {}
-        for name, info in self._expected.items():
-            if name.startswith(DRAFT_PREFIX):
-                continue
-            held = tensors.read(name)
-            if held is None or tuple(held.shape) != tuple(info.shape):
-                raise RefitError(f"{name}: the engine holds it in a form that cannot be read back.")
-            found[name] = held.detach().cpu().clone()
-        return found
 
     def _load(self, model: nn.Module, tensors: Mapping[str, torch.Tensor], model_config: Any) -> None:
         initialize_layerwise_reload(model)
@@ -301,22 +285,21 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _check_coverage(self, *, shared: set[str]) -> None:
         """Each draft parameter of the engine must be sent, static or shared; otherwise it would silently stay old."""
-        draft = self._draft
-        tensors = ModelTensors(draft.model)
-        known = {name: tensors.parameter_name(name) for name in (*draft.trained, *draft.static, *shared)}
-        if None in known.values():
-            return  # a loader renames tensors in a way that we cannot follow
-        uncovered = sorted(tensors.floating_names() - set(known.values()))
-        if uncovered:
+        draft, where = self._draft, self._draft.model_config.model
+        frozen = {name for name, tensor in draft.static.items() if tensor.is_floating_point()}
+        if unexplained := sorted(name for name in frozen if name != _HEAD):
             raise ConfigError(
-                f"{_DRAFT_KEY}: the engine's draft has parameters that no update would reach: {uncovered}. The directory "
-                f"{draft.model_config.model} does not hold the draft that is trained; export it again."
+                f"{_DRAFT_KEY}: {where} holds tensors that are neither trained nor shared with the policy: {unexplained}. "
+                "Export the draft again."
             )
-        frozen = sorted(name for name, tensor in draft.static.items() if tensor.is_floating_point() and "lm_head" not in name)
-        if frozen:
+        tensors = ModelTensors(draft.model)
+        known = {name: tensors.parameter_name(name) for name in (*draft.trained, *frozen, *shared)}
+        if None in known.values():
+            return  # a loader renames tensors in a way that cannot be followed here
+        if uncovered := sorted(tensors.floating_names() - set(known.values())):
             raise ConfigError(
-                f"{_DRAFT_KEY}: {draft.model_config.model} holds tensors that are neither trained nor shared with the policy: "
-                f"{frozen}. Export the draft again."
+                f"{_DRAFT_KEY}: the engine's draft has parameters that no update would reach: {uncovered}. {where} does not "
+                "hold the draft that is trained; export it again."
             )
 
     def _model_tensors(self, model: nn.Module) -> ModelTensors:

@@ -1,0 +1,65 @@
+# make demo   environment, tiny policy, demo run; prints where the report is
+# make test   environment, then the tests
+# make lint   environment, then the linters
+#
+# PYTHON=...  the Python 3.11 that makes the environment     ARGS=...  passed on to the run or to pytest
+
+PYTHON ?= python3.11
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
+DEMO_RECIPE := examples/configs/recipes/llm/grpo-tiny-qwen3-1n0g-automodel-eagle3.yaml
+DEMO_POLICY := results/models/tiny-qwen3-64x4-spell
+CONFIGS := $(wildcard examples/configs/*.yaml examples/configs/recipes/*/*.yaml)
+
+# Nothing is looked up on a model hub, and no library phones home.
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export RAY_USAGE_STATS_ENABLED := 0
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: demo test lint environment clean-environment
+
+demo: environment
+	$(PY) tools/make_tiny_policy.py --out $(DEMO_POLICY)
+	$(PY) examples/run_grpo.py --config $(DEMO_RECIPE) $(ARGS)
+
+test: environment
+	$(PY) -m pytest tests/unit tests/functional $(ARGS)
+
+lint: environment
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pyrefly check
+	$(PY) tools/config_cli.py validate $(CONFIGS)
+	$(PY) tools/config_cli.py minimize-check $(CONFIGS)
+
+# A finished environment is used again until the pinned set or the package's metadata change.
+# --no-deps: the list is complete; with dependencies pip would bring the CUDA builds along.
+# torch comes first: where no index at hand has the CPU build, pip would take the CUDA build of the same version.
+environment:
+	@want="$$(cat requirements/cpu.txt pyproject.toml | sha256sum | cut -d' ' -f1) $$(pwd -P)"; \
+	if [ "$$(cat $(STAMP) 2>/dev/null)" = "$$want" ]; then exit 0; fi; \
+	set -e; \
+	rm -f $(STAMP); \
+	if [ ! -x $(PY) ]; then \
+		command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; install Python 3.11 or set PYTHON=" >&2; exit 2; }; \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+			|| { echo "make: $(PYTHON) is not Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 2; }; \
+		echo "making $(VENV)"; \
+		$(PYTHON) -m venv $(VENV); \
+	fi; \
+	echo "installing requirements/cpu.txt (about 3 GB, several minutes the first time)"; \
+	$(PY) -m pip install --quiet --no-deps "$(TORCH)" 2>/dev/null \
+		|| $(PY) -m pip install --quiet --no-deps --extra-index-url $(TORCH_INDEX) "$(TORCH)"; \
+	$(PY) -m pip install --quiet --no-deps -r requirements/cpu.txt; \
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .; \
+	echo "$$want" > $(STAMP)
+
+clean-environment:
+	rm -rf $(VENV)

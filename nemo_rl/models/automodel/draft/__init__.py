@@ -1,0 +1,47 @@
+"""Drafts for speculative decoding, trained beside the policy.
+
+Who does what, from the bottom up (an upper file may import a lower one, never the reverse):
+
+    config        schema of `policy.draft`, one class per algorithm
+    vocab         the draft vocabulary: d2t offsets, t2d mask           weight_files  headers of safetensors
+    architecture  the draft's shape as a value, the tensors it has
+    adapters      published config.json and tensor names <-> that value
+    spec          DraftSpec: everything resolved and checked on the driver
+    attention     trunk-and-branch attention of an unrolled draft
+    models/       the drafts' modules
+    builders      DraftSpec -> module: new, or from a directory
+    losses        chunked distillation with its metrics      capture  features from the policy's own forward
+    publish       what is trained, sent and exported, under which names
+    checkpoint    draft_meta.json, safetensors, export
+    runtime       _DraftRuntimeBase, the seam that the training worker talks to
+    eagle3        the runtimes, one file per family
+    registry      algo -> config, resolver, runtime: the only dispatch
+
+All but registry, spec and what lies below them need torch, so the public names here are loaded when first used. A new
+algorithm adds a module in `models/`, a runtime file, a config class, a line in `registry` and its tests.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "DRAFT_ALGORITHMS": "registry",
+    "DraftSpec": "spec",
+    "build_draft_runtime": "registry",
+    "expected_acceptance_length": "metrics",
+    "resolve_draft_spec": "spec",
+    "resolve_spec": "registry",
+    "speculative_config": "spec",
+}
+
+__all__ = [  # noqa: PLE0604 - the names of the table
+    *sorted(_HOMES)
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,220 @@
+"""`DraftSpec` -> module: a new draft that starts from the policy, or one loaded from a directory.
+
+Every parameter is NaN until it is set, so that a missed load fails at the first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from nemo_rl.errors import CheckpointError
+from nemo_rl.models.automodel.draft.adapters import check_tensor_shapes, normalize_names
+from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
+from nemo_rl.models.automodel.draft.capture import full_tensor
+from nemo_rl.models.automodel.draft.spec import DraftSpec, read_vocabulary
+from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
+from nemo_rl.models.automodel.draft.weight_files import WeightFiles, find_weight_files
+
+__all__ = ["BuiltDraft", "PolicyWeights", "build_draft", "load_tensors", "policy_weights"]
+
+
+class PolicyWeights(NamedTuple):
+    """What a new draft takes over; whole tensors on the CPU.
+
+    Attributes:
+        head: float [V, H].
+        final_norm: float [H], or None when the policy's final norm was not found.
+    """
+
+    head: Tensor
+    final_norm: Tensor | None
+
+
+class BuiltDraft(NamedTuple):
+    """A module with all its parameters set, and what goes with it.
+
+    Attributes:
+        module: fp32, on the CPU.
+        vocab: which ids it proposes; None = all.
+        embedding: float [V, H] of a draft that owns one; None = the policy's is used.
+    """
+
+    module: nn.Module
+    vocab: VocabMap | None
+    embedding: Tensor | None
+
+
+def policy_weights(policy_model: nn.Module) -> PolicyWeights:
+    """Gather head and final norm of the policy. Collective when they are sharded.
+
+    Args:
+        policy_model: the policy; a tied head is its embedding.
+    """
+    head = policy_model.get_output_embeddings()
+    head = policy_model.get_input_embeddings() if head is None else head
+    norm = getattr(getattr(policy_model, "model", policy_model), "norm", None)
+    norm_weight = getattr(norm, "weight", None)
+    return PolicyWeights(
+        full_tensor(head.weight).cpu(), None if norm_weight is None else full_tensor(norm_weight).cpu()
+    )
+
+
+def build_draft(
+    spec: DraftSpec,
+    *,
+    module_class: Callable[[DraftArchitecture], nn.Module],
+    weights: PolicyWeights,
+    draft_dir: str | None,
+    trust_pickle: bool,
+    seed: int,
+) -> BuiltDraft:
+    """Create the draft of a run.
+
+    Args:
+        spec: what to build.
+        module_class: builds the module of an architecture.
+        weights: of the policy.
+        draft_dir: weights to load; None = a new draft.
+        trust_pickle: allow a pickled checkpoint.
+        seed: of the initialisation.
+    """
+    arch = spec.architecture
+    with torch.device("meta"):
+        module = module_class(arch)
+    module = module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    if draft_dir is None:
+        vocab = None if spec.vocab_ids is None else VocabMap(spec.vocab_ids, arch.vocab_size)
+        tensors = _new_tensors(module, spec, weights, vocab, seed)
+        embedding = None
+    else:
+        tensors = load_tensors(Path(draft_dir), arch, trust_pickle=trust_pickle)
+        vocab = _stored_vocab(tensors, arch, draft_dir)
+        own = tensors.pop("embed_tokens.weight", None)
+        embedding = own if arch.owns_embedding else None
+    head = _head_rows(weights, vocab, arch)
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = head.clone()
+    tensors["lm_head.weight"] = _distinct_from(tensors["lm_head.weight"].float(), head, spec.dtype)
+    _assign(module, tensors, draft_dir)
+    return BuiltDraft(module, vocab, embedding)
+
+
+# -- new -------------------------------------------------------------------------------------------------------------
+
+
+def _new_tensors(
+    module: nn.Module, spec: DraftSpec, weights: PolicyWeights, vocab: VocabMap | None, seed: int
+) -> dict[str, Tensor]:
+    """Matrices drawn per name (so that no draw depends on another), norms one, final norm and head from the policy."""
+    tensors = {}
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 1:
+            tensors[name] = torch.ones(parameter.shape)
+            continue
+        digest = hashlib.sha256(f"{seed}/draft-init/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        tensors[name] = torch.empty(parameter.shape).normal_(std=spec.initializer_range, generator=generator)
+    tensors["lm_head.weight"] = _head_rows(weights, vocab, spec.architecture).clone()
+    if weights.final_norm is not None and weights.final_norm.shape == tensors["norm.weight"].shape:
+        tensors["norm.weight"] = weights.final_norm.float().clone()
+    return tensors
+
+
+def _head_rows(weights: PolicyWeights, vocab: VocabMap | None, arch: DraftArchitecture) -> Tensor:
+    """fp32 [D, H_t]: the policy's head rows of the draft's ids; rows that pad the vocabulary are left out."""
+    head = weights.head[: arch.vocab_size]
+    return (head if vocab is None else head[list(vocab.ids)]).float()
+
+
+def _distinct_from(head: Tensor, policy_head: Tensor, dtype: str) -> Tensor:
+    """Make sure that the draft's head is not bit-equal to the policy's.
+
+    The engine lets a draft share the policy's head when both are equal at load; training the shared one would then
+    overwrite the policy's. The smallest step of the serving dtype in one element keeps them apart.
+
+    Args:
+        head: fp32 [D, H].
+        policy_head: fp32 [D, H_t].
+        dtype: of the engine.
+    """
+    serving = getattr(torch, dtype)
+    if head.shape != policy_head.shape or not torch.equal(head.to(serving), policy_head.to(serving)):
+        return head
+    head = head.clone()
+    head[0, 0] = torch.nextafter(head[0, 0].to(serving), torch.tensor(float("inf"), dtype=serving)).float()
+    return head
+
+
+# -- from a directory ------------------------------------------------------------------------------------------------
+
+
+def load_tensors(directory: Path, arch: DraftArchitecture, *, trust_pickle: bool) -> dict[str, Tensor]:
+    """Read a checkpoint directory under canonical names; the key set must be exact.
+
+    Args:
+        directory: of the checkpoint.
+        arch: what its tensors must fit.
+        trust_pickle: allow `pytorch_model.bin`.
+
+    Returns:
+        Canonical name to CPU tensor as stored.
+    """
+    files = find_weight_files(directory)
+    stored = _read_pickle(files, trust_pickle) if files.pickle is not None else _read_safetensors(files)
+    try:
+        names = normalize_names(stored)
+        tensors = {name: stored[original] for name, original in names.canonical.items()}
+        check_tensor_shapes({name: tuple(t.shape) for name, t in tensors.items()}, arch)
+    except CheckpointError as err:
+        raise CheckpointError(f"{directory}: {err}") from err
+    bad = sorted(name for name, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all()))
+    if bad:
+        raise CheckpointError(f"{directory}: {len(bad)} tensors hold NaN or infinity: {bad}. Use another checkpoint.")
+    return tensors
+
+
+def _read_safetensors(files: WeightFiles) -> Mapping[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in sorted({t.file for t in files.tensors.values()}):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        except (SafetensorError, OSError) as err:
+            raise CheckpointError(f"{path}: cannot be read ({err}). The file is damaged; restore it.") from err
+    return tensors
+
+
+def _read_pickle(files: WeightFiles, trust_pickle: bool) -> Mapping[str, Tensor]:
+    if not trust_pickle:
+        raise CheckpointError(f"{files.pickle}: is a pickle file; set policy.draft.trust_pickle: true to read it.")
+    return torch.load(files.pickle, map_location="cpu", weights_only=True)
+
+
+def _stored_vocab(tensors: dict[str, Tensor], arch: DraftArchitecture, directory: str) -> VocabMap | None:
+    tables = {name: tensors.pop(name).tolist() for name in ("d2t", "t2d") if name in tensors}
+    try:
+        return read_vocabulary(tables, arch)
+    except VocabMapError as err:
+        raise CheckpointError(f"{directory}: {err}.") from err
+
+
+def _assign(module: nn.Module, tensors: Mapping[str, Tensor], draft_dir: str | None) -> None:
+    parameters = dict(module.named_parameters())
+    if parameters.keys() != tensors.keys():
+        differing = sorted(parameters.keys() ^ tensors.keys())
+        raise CheckpointError(f"{draft_dir or 'new draft'}: tensors and module differ in {differing}.")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    unset = sorted(name for name, p in parameters.items() if not bool(p.isfinite().all()))
+    if unset:
+        raise CheckpointError(f"{draft_dir or 'new draft'}: {unset} hold NaN or infinity.")

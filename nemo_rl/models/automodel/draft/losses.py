@@ -1,0 +1,221 @@
+"""Chunked distillation of the policy's distribution into the draft's. Pure functions of tensors.
+
+Shape symbols: E supervised elements (a slot at a depth), H width, D draft ids, V target ids, M rows of teacher logits,
+c elements of a chunk, u teacher rows of a chunk.
+
+Per element, with p the policy's distribution over V, p~ the same renormalised over the draft's ids, q the draft's:
+
+    l = -sum_D p~ log q          loss, gradient (q - p~) on the logits
+    KL = l - entropy(p~)         metric; same gradient
+
+Logits exist for one chunk at a time. The gradients of head and hidden state are formed in the forward pass, while the
+chunk's logits are at hand, so the backward pass neither keeps nor recomputes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["STATS", "DistillationOutput", "LossChunks", "soft_distillation"]
+
+STATS = ("cross_entropy", "kl", "top1", "hit", "greedy", "overlap", "coverage", "argmax_in_vocab")
+"""Columns of `DistillationOutput.stats`."""
+
+
+class DistillationOutput(NamedTuple):
+    """Result of `soft_distillation`.
+
+    Attributes:
+        loss: fp32 scalar, sum over elements of weight * l.
+        stats: fp32 [E, len(STATS)], detached, not weighted.
+    """
+
+    loss: Tensor
+    stats: Tensor
+
+
+@dataclass(frozen=True)
+class LossChunks:
+    """Elements, ordered by teacher row, cut into chunks; a row that several elements share is read once per chunk.
+
+    Attributes:
+        bounds: (first element, stop, first entry of `teacher_rows`, stop) per chunk.
+        teacher_rows: int64 [sum of u], row of the teacher logits.
+        local_row: int64 [E], index of the element's row among those of its chunk.
+    """
+
+    bounds: tuple[tuple[int, int, int, int], ...]
+    teacher_rows: Tensor
+    local_row: Tensor
+
+    @classmethod
+    def build(cls, teacher_row: Tensor, *, chunk_size: int) -> LossChunks:
+        """Cut elements into chunks.
+
+        Worked example, chunk size 3, rows `[4, 4, 5, 5, 7]`: chunks `[0, 3)` with rows 4 5 and `[3, 5)` with rows 5 7.
+
+        Args:
+            teacher_row: int64 [E], ascending.
+            chunk_size: elements per chunk.
+        """
+        n = teacher_row.numel()
+        is_new = torch.ones(n, dtype=torch.bool)
+        is_new[1:] = teacher_row[1:] != teacher_row[:-1]
+        is_new[::chunk_size] = True
+        entry = is_new.cumsum(0) - 1
+        starts = list(range(0, n, chunk_size))
+        firsts = entry[starts].tolist() if n else []
+        stops = [*firsts[1:], int(entry[-1]) + 1] if n else []
+        bounds = tuple(
+            (begin, min(begin + chunk_size, n), first, stop)
+            for begin, first, stop in zip(starts, firsts, stops, strict=True)
+        )
+        chunk = torch.arange(n) // chunk_size
+        local = entry - torch.tensor(firsts, dtype=torch.int64)[chunk] if n else entry
+        return cls(bounds, teacher_row[is_new], local)
+
+    def to(self, device: torch.device | str) -> LossChunks:
+        """The chunks with their tensors on `device`."""
+        return LossChunks(
+            self.bounds, self.teacher_rows.to(device, non_blocking=True), self.local_row.to(device, non_blocking=True)
+        )
+
+
+def soft_distillation(
+    hidden: Tensor,
+    head: Tensor,
+    teacher_logits: Tensor,
+    *,
+    weights: Tensor,
+    labels: Tensor,
+    chunks: LossChunks,
+    vocab_ids: Tensor | None,
+    drop_out_of_vocab: bool,
+) -> DistillationOutput:
+    """Weighted sum of soft cross-entropies, and what the metrics need of each element.
+
+    Args:
+        hidden: float [E, H], normed states that the head reads; ordered like `chunks`.
+        head: float [D, H].
+        teacher_logits: float [M, V], raw (temperature 1, unfiltered); not differentiated. Rows that no element uses may
+            hold anything.
+        weights: fp32 [E], factor of each element (depth weight over the global count).
+        labels: int64 [E], sampled target id that the element predicts, -1 = none.
+        chunks: how to cut; its teacher rows index `teacher_logits`.
+        vocab_ids: int64 [D], target id of each draft id; None = draft ids are target ids.
+        drop_out_of_vocab: no loss where the policy's most likely token is no draft id.
+    """
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    options = _Options(chunks, vocab_ids, drop_out_of_vocab, needs_grad)
+    return DistillationOutput(*_SoftDistillation.apply(hidden, head, teacher_logits.detach(), weights, labels, options))
+
+
+class _Options(NamedTuple):
+    chunks: LossChunks
+    vocab_ids: Tensor | None
+    drop_out_of_vocab: bool
+    needs_grad: bool
+
+
+class _SoftDistillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, teacher: Tensor, weights: Tensor, labels: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        stats = torch.empty(hidden.shape[0], len(STATS), dtype=dtype, device=hidden.device)
+        loss = torch.zeros((), dtype=dtype, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if options.needs_grad else None
+        d_head = torch.zeros(head.shape, dtype=dtype, device=head.device) if options.needs_grad else None
+        is_draft_id = None
+        if options.vocab_ids is not None:
+            is_draft_id = torch.zeros(teacher.shape[1], dtype=torch.bool, device=teacher.device)
+            is_draft_id[options.vocab_ids] = True
+        for begin, stop, first, last in options.chunks.bounds:
+            rows = _teacher_rows(
+                teacher[options.chunks.teacher_rows[first:last]].to(dtype), options.vocab_ids, is_draft_id
+            )
+            h = hidden[begin:stop]
+            logits = torch.matmul(h, head.mT).to(dtype)
+            local, weight = options.chunks.local_row[begin:stop], weights[begin:stop].to(dtype)
+            probs, terms = _elements(logits, rows, local, labels[begin:stop], options.vocab_ids)
+            if options.drop_out_of_vocab:
+                weight = weight * terms[:, STATS.index("argmax_in_vocab")]
+            loss += (weight * terms[:, 0]).sum()
+            stats[begin:stop] = terms
+            if options.needs_grad:
+                d_logits = probs.sub_(rows.probs[local]).mul_(weight[:, None]).to(hidden.dtype)
+                d_hidden[begin:stop] = torch.matmul(d_logits, head)
+                d_head += torch.matmul(d_logits.mT, h)
+        if options.needs_grad:
+            ctx.save_for_backward(d_hidden, d_head)
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(stats)
+        return loss, stats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_head = ctx.saved_tensors
+        return (d_hidden * grad.to(d_hidden.dtype), (d_head * grad).to(ctx.head_dtype), None, None, None, None)
+
+
+class _TeacherRows(NamedTuple):
+    """p~ [u, D]; its entropy, mass of the draft ids, most likely target id and whether that is a draft id, each [u]."""
+
+    probs: Tensor
+    entropy: Tensor
+    coverage: Tensor
+    top: Tensor
+    is_in_vocab: Tensor
+
+
+def _teacher_rows(z: Tensor, vocab_ids: Tensor | None, is_draft_id: Tensor | None) -> _TeacherRows:
+    """Read teacher logits [u, V]; columns are picked by id, because a mask would reorder a map that is not ascending."""
+    top = z.argmax(-1)
+    log_total = z.logsumexp(-1)
+    if vocab_ids is None:
+        probs = (z - log_total[:, None]).exp_()
+        coverage = torch.ones_like(log_total)
+    else:
+        z = z[:, vocab_ids]
+        log_kept = z.logsumexp(-1)
+        probs = (z - log_kept[:, None]).exp_()
+        coverage = (log_kept - log_total).exp()
+    in_vocab = torch.ones_like(coverage) if is_draft_id is None else is_draft_id[top].to(coverage.dtype)
+    return _TeacherRows(probs, -torch.xlogy(probs, probs).sum(-1), coverage, top, in_vocab)
+
+
+def _elements(
+    logits: Tensor, rows: _TeacherRows, local: Tensor, labels: Tensor, vocab_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Draft probabilities [c, D] (a buffer that the caller may overwrite) and the stats [c, len(STATS)]."""
+    teacher = rows.probs[local]
+    choice = logits.argmax(-1)
+    log_total = logits.logsumexp(-1)
+    cross_entropy = log_total - (teacher * logits).sum(-1)
+    probs = logits.sub_(log_total[:, None]).exp_()
+    coverage = rows.coverage[local]
+    greedy = teacher.gather(-1, choice[:, None]).squeeze(-1) * coverage
+    overlap = torch.minimum(teacher.mul_(coverage[:, None]), probs).sum(-1)
+    chosen = choice if vocab_ids is None else vocab_ids[choice]
+    terms = (
+        cross_entropy,
+        cross_entropy - rows.entropy[local],
+        (chosen == rows.top[local]).to(logits.dtype),
+        (chosen == labels).to(logits.dtype),
+        greedy,
+        overlap,
+        coverage,
+        rows.is_in_vocab[local],
+    )
+    return probs, torch.stack(terms, dim=-1)
+
+
+def column(stats: Tensor, names: Sequence[str]) -> Tensor:
+    """Columns of `stats` by name: [E, len(names)]."""
+    return stats[:, [STATS.index(n) for n in names]]

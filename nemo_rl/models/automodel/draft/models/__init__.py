@@ -1,0 +1,1 @@
+"""The drafts' modules, one file per family. Import them by file; this package must stay cheap to import."""

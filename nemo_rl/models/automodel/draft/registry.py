@@ -1,0 +1,140 @@
+"""Draft algorithm -> configuration, resolver and runtime: the only dispatch in the program.
+
+To add an algorithm: its config class, its resolver (or the one here), its runtime file, one line of the table. Modules
+are named as text because the driver reads this table without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.models.automodel.draft.config import DraftConfigBase, Eagle3DraftConfig
+from nemo_rl.models.automodel.draft.spec import DraftSpec
+from nemo_rl.models.automodel.draft.weight_files import find_weight_files, read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase
+
+__all__ = ["DRAFT_ALGORITHMS", "DraftAlgorithm", "build_draft_runtime", "resolve_spec"]
+
+
+@dataclass(frozen=True)
+class DraftAlgorithm:
+    """One line of the table.
+
+    Attributes:
+        config: the schema class of `policy.draft`.
+        resolver: `module:function` with the signature of `spec.resolve_draft_spec`; torch-free.
+        runtime: `module:class`, a `_DraftRuntimeBase`.
+    """
+
+    config: type[DraftConfigBase]
+    resolver: str
+    runtime: str
+
+
+_PACKAGE = "nemo_rl.models.automodel.draft"
+
+DRAFT_ALGORITHMS: Mapping[str, DraftAlgorithm] = MappingProxyType(
+    {
+        "eagle3": DraftAlgorithm(
+            Eagle3DraftConfig, f"{_PACKAGE}.spec:resolve_draft_spec", f"{_PACKAGE}.eagle3:Eagle3Runtime"
+        ),
+    }
+)
+
+
+def _entry(algo: str) -> DraftAlgorithm:
+    if algo not in DRAFT_ALGORITHMS:
+        raise ConfigError(f"policy.draft.algo: got {algo!r}; must be one of {sorted(DRAFT_ALGORITHMS)}.")
+    return DRAFT_ALGORITHMS[algo]
+
+
+def _load(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(import_module(module), name)
+
+
+def resolve_spec(
+    cfg: DraftConfigBase,
+    *,
+    policy_config: Mapping[str, Any],
+    k: int,
+    max_model_len: int,
+    dtype: str,
+    device: str | None = None,
+    vocab_ids: Sequence[int] | None = None,
+) -> DraftSpec:
+    """Read the draft directory, if there is one, and resolve the draft of a run. Needs no torch.
+
+    Args:
+        cfg: `policy.draft`.
+        policy_config: config.json of the policy.
+        k: tokens proposed per step.
+        max_model_len: longest sequence of the engine.
+        dtype: of the engine.
+        device: `cpu` or `cuda`, when known.
+        vocab_ids: target id of each draft id, for a draft from scratch that proposes only some ids.
+
+    Raises:
+        ConfigError: the draft cannot be used with this policy or engine, or its files are damaged.
+    """
+    draft_config = files = None
+    if cfg.model_name is not None:
+        directory = Path(cfg.model_name)
+        if not directory.is_dir():
+            raise ConfigError(
+                f"policy.draft.model_name: got {cfg.model_name}; there is no such directory. Give a directory with "
+                "config.json and weights, or null to build a draft from the policy."
+            )
+        try:
+            draft_config = read_json(directory / "config.json")
+            files = find_weight_files(directory)
+        except CheckpointError as err:
+            raise ConfigError(f"policy.draft.model_name: {err}") from err
+    return _load(_entry(cfg.algo).resolver)(
+        cfg,
+        policy_config=policy_config,
+        draft_config=draft_config,
+        k=k,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
+        weight_files=files,
+        vocab_ids=vocab_ids,
+    )
+
+
+def build_draft_runtime(
+    cfg: DraftConfigBase,
+    spec: DraftSpec,
+    *,
+    policy_model: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype | str,
+    draft_dir: str | None,
+    seed: int,
+) -> _DraftRuntimeBase:
+    """Build the draft beside a policy. Collective when the policy is sharded.
+
+    Args:
+        cfg: `policy.draft`.
+        spec: what `resolve_spec` decided.
+        policy_model: the policy, whose embedding, head and final norm a new draft starts from.
+        device: where the draft lives.
+        dtype: of the draft's computations once it is parallelized; parameters stay fp32.
+        draft_dir: weights to load; None = a new draft.
+        seed: of the initialisation and of random draws.
+    """
+    return _load(_entry(spec.algo).runtime).build(
+        cfg, spec, policy_model=policy_model, device=device, dtype=dtype, draft_dir=draft_dir, seed=seed
+    )

@@ -1,0 +1,411 @@
+"""`DraftSpec`: all that driver, workers and engine need to know of the draft, resolved once on the driver.
+
+Everything that can be wrong with a draft and its policy is found here, before Ray or an engine starts. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.models.automodel.draft.adapters import (
+    SourceConfig,
+    check_tensor_shapes,
+    default_feature_ids,
+    feature_ids_from_layer_outputs,
+    flat_rope,
+    normalize_names,
+    read_config,
+)
+from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, trained_tensor_shapes
+from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
+from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
+from nemo_rl.models.automodel.draft.weight_files import WeightFiles, read_integers
+
+__all__ = ["DraftSpec", "resolve_draft_spec", "speculative_config"]
+
+K_KEY = "policy.generation.vllm_kwargs.speculative_config.num_speculative_tokens"
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of an attention head that the engine's CPU attention has code for."""
+_GEOMETRY_KEYS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SWITCHES = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """The draft of a run.
+
+    Attributes:
+        algo: draft algorithm.
+        architecture: shape of the draft.
+        source: `scratch`, or `directory` when weights are loaded.
+        num_target_layers: decoder layers of the policy.
+        num_speculative_tokens: tokens proposed per step.
+        max_model_len: longest sequence of the engine.
+        dtype: of published and exported weights: `float32`, `bfloat16`, `float16`.
+        initializer_range: standard deviation of new matrices.
+        vocab_ids: target id of each draft id; None = every id, or, for a pickled checkpoint, read by the worker.
+        serving_method: the engine's name of the method.
+    """
+
+    algo: str
+    architecture: DraftArchitecture
+    source: Literal["scratch", "directory"]
+    num_target_layers: int
+    num_speculative_tokens: int
+    max_model_len: int
+    dtype: str
+    initializer_range: float
+    vocab_ids: tuple[int, ...] | None
+    serving_method: str
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """Names of the tensors that are trained, published after each update and found in the export."""
+        return tuple(trained_tensor_shapes(self.architecture))
+
+    def speculative_config(self, *, model_dir: str) -> dict[str, Any]:
+        """See :func:`speculative_config`."""
+        return speculative_config(self, model_dir=model_dir, k=self.num_speculative_tokens)
+
+    def describe(self) -> str:
+        """One line for a person: algorithm, size, features, where the weights come from."""
+        arch = self.architecture
+        origin = "built from the policy" if self.source == "scratch" else "loaded"
+        features = ", ".join(map(str, arch.feature_ids))
+        return (
+            f"{self.algo}, {arch.num_hidden_layers} layer, hidden size {arch.hidden_size}, {arch.draft_vocab_size} of "
+            f"{arch.vocab_size} tokens, features after layers {features}, {origin}"
+        )
+
+
+def speculative_config(spec: DraftSpec, *, model_dir: str, k: int) -> dict[str, Any]:
+    """What the engine's `speculative_config` must hold to serve the draft.
+
+    Args:
+        spec: the draft.
+        model_dir: where it was exported to.
+        k: tokens proposed per step.
+    """
+    return {"method": spec.serving_method, "model": model_dir, "num_speculative_tokens": k}
+
+
+def resolve_draft_spec(
+    draft_cfg: Eagle3DraftConfig,
+    *,
+    policy_config: Mapping[str, Any],
+    draft_config: Mapping[str, Any] | None,
+    k: int,
+    max_model_len: int,
+    dtype: str,
+    device: str | None = None,
+    weight_files: WeightFiles | None = None,
+    vocab_ids: Sequence[int] | None = None,
+) -> DraftSpec:
+    """Decide what the draft is, or say what does not fit.
+
+    Args:
+        draft_cfg: `policy.draft`.
+        policy_config: config.json of the policy.
+        draft_config: config.json of `policy.draft.model_name`; None = build from scratch.
+        k: tokens proposed per step.
+        max_model_len: longest sequence of the engine.
+        dtype: of the engine.
+        device: `cpu` or `cuda`, when known; checks what the engine's attention can do there.
+        weight_files: weights of `policy.draft.model_name`, checked by name and shape when given.
+        vocab_ids: target id of each draft id, for a draft from scratch that proposes only some ids.
+
+    Raises:
+        ConfigError: with the key, the value, what is allowed and what to do.
+    """
+    policy = _text_config(policy_config)
+    num_layers = int(policy["num_hidden_layers"])
+    _check_k(draft_cfg, k)
+    if draft_config is None:
+        arch = _from_scratch(draft_cfg, policy, num_layers)
+    else:
+        arch = _from_source(draft_cfg, read_config(draft_config), num_layers)
+    _check_feature_ids(arch.feature_ids, num_layers, allow_boundary=draft_cfg.allow_boundary_layers)
+    _check_against_policy(arch, policy)
+    arch = _cover_positions(arch, max_model_len)
+    _check_geometry(arch, device)
+    ids = _vocabulary(draft_cfg, arch, is_scratch=draft_config is None, weight_files=weight_files, given=vocab_ids)
+    return DraftSpec(
+        algo=draft_cfg.algo,
+        architecture=arch,
+        source="scratch" if draft_config is None else "directory",
+        num_target_layers=num_layers,
+        num_speculative_tokens=k,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        initializer_range=float(policy.get("initializer_range") or 0.02),
+        vocab_ids=ids,
+        serving_method=draft_cfg.serving_methods[0],
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a policy config."""
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) and "num_hidden_layers" not in config else config
+    missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if not config.get(k)]
+    if missing:
+        raise ConfigError(
+            f"policy.model_name: its config.json lacks {missing}, which the draft needs. Complete the file."
+        )
+    return config
+
+
+def _check_k(cfg: Eagle3DraftConfig, k: int) -> None:
+    limit = cfg.max_num_speculative_tokens
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ConfigError(f"{K_KEY}: got {k!r}; must be an integer >= 1. Set it to the tokens to propose per step.")
+    if k > limit:
+        raise ConfigError(
+            f"{K_KEY}: got {k}; the draft is trained to propose at most {limit}. Lower it or set policy.draft.ttt_steps "
+            f">= {k}."
+        )
+
+
+# -- from scratch ----------------------------------------------------------------------------------------------------
+
+
+def _from_scratch(cfg: Eagle3DraftConfig, policy: Mapping[str, Any], num_layers: int) -> DraftArchitecture:
+    hidden = int(policy["hidden_size"])
+    heads = cfg.num_attention_heads or policy.get("num_attention_heads")
+    sizes = {
+        "intermediate_size": cfg.intermediate_size or policy.get("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": cfg.num_key_value_heads or policy.get("num_key_value_heads") or heads,
+        # A policy config without the field means hidden / heads.
+        "head_dim": cfg.head_dim
+        or policy.get("head_dim")
+        or (hidden // int(policy["num_attention_heads"]) if policy.get("num_attention_heads") else None),
+    }
+    for key, value in sizes.items():
+        if not value:
+            raise ConfigError(f"policy.draft.{key}: got null and the policy's config.json has none either. Set it.")
+    if policy.get("rms_norm_eps") is None:
+        raise ConfigError("policy.model_name: its config.json lacks rms_norm_eps, which the draft takes over. Add it.")
+    if not policy.get("max_position_embeddings"):
+        raise ConfigError("policy.model_name: its config.json lacks max_position_embeddings. Add it.")
+    vocab = int(policy["vocab_size"])
+    return DraftArchitecture(
+        layer_family="llama",
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        num_hidden_layers=cfg.num_layers,
+        rms_norm_eps=float(policy["rms_norm_eps"]),
+        vocab_size=vocab,
+        draft_vocab_size=vocab if cfg.draft_vocab_size is None else cfg.draft_vocab_size,
+        feature_ids=_chosen_ids(cfg, num_layers),
+        rope=flat_rope(policy, key="policy.model_name"),
+        max_position_embeddings=int(policy["max_position_embeddings"]),
+        **{key: int(value) for key, value in sizes.items()},
+        **{key: getattr(cfg, key) for key in _SWITCHES},
+    )
+
+
+def _chosen_ids(cfg: Eagle3DraftConfig, num_layers: int) -> tuple[int, ...]:
+    if cfg.aux_layer_indices is not None:
+        return feature_ids_from_layer_outputs(cfg.aux_layer_indices)
+    ids = default_feature_ids(num_layers)
+    if not 1 <= ids[0] < ids[1] < ids[2]:
+        raise ConfigError(
+            f"policy.draft.aux_layer_indices: got null; the default (layers 1, N/2-1, N-4) is no three different layers "
+            f"for a policy of {num_layers} layers. Set it, e.g. to {list(range(min(3, max(1, num_layers - 1))))}."
+        )
+    return ids
+
+
+# -- from a directory ------------------------------------------------------------------------------------------------
+
+
+def _from_source(cfg: Eagle3DraftConfig, source: SourceConfig, num_layers: int) -> DraftArchitecture:
+    fields = dict(source.fields)
+    stated = cfg.model_fields_set
+    given = {key: getattr(cfg, key) for key in _GEOMETRY_KEYS if getattr(cfg, key) is not None}
+    given |= {key: getattr(cfg, key) for key in _SWITCHES if key in stated}
+    given |= {"num_hidden_layers": cfg.num_layers} if "num_layers" in stated else {}
+    given |= {"draft_vocab_size": cfg.draft_vocab_size} if cfg.draft_vocab_size is not None else {}
+    for key, value in given.items():
+        if fields[key] != value:
+            name = "num_layers" if key == "num_hidden_layers" else key
+            raise ConfigError(
+                f"policy.draft.{name}: got {value}; the draft in policy.draft.model_name has {fields[key]}. "
+                f"Remove the key or set it to {fields[key]}."
+            )
+    if source.is_norm_output_ambiguous and "norm_output" not in stated:
+        raise ConfigError(
+            "policy.draft.norm_output: got nothing, and the draft's config.json turns it on. Some publishers mean that the "
+            "normed state is fed to the next depth (so does the engine), others only that the head reads it. Set "
+            "policy.draft.norm_output: true if it was trained the first way; the second kind cannot be served."
+        )
+    return DraftArchitecture(**fields, feature_ids=_source_ids(cfg, source, num_layers))
+
+
+def _source_ids(cfg: Eagle3DraftConfig, source: SourceConfig, num_layers: int) -> tuple[int, ...]:
+    chosen = None if cfg.aux_layer_indices is None else feature_ids_from_layer_outputs(cfg.aux_layer_indices)
+    if source.feature_ids is not None:
+        if chosen is not None and chosen != source.feature_ids:
+            raise ConfigError(
+                f"policy.draft.aux_layer_indices: got {list(cfg.aux_layer_indices)}; the draft was trained on "
+                f"{[i - 1 for i in source.feature_ids]}. Remove the key."
+            )
+        return source.feature_ids
+    if chosen is None:
+        if source.publisher == "automodel":
+            raise ConfigError(
+                "policy.draft.aux_layer_indices: got null, and the draft's publisher never writes the layers that it was "
+                "trained on. Set them (counted from 0)."
+            )
+        chosen = _chosen_ids(cfg, num_layers)
+    if source.num_features not in (None, len(chosen)):
+        raise ConfigError(
+            f"policy.draft.aux_layer_indices: got {len(chosen)} layers; the draft reads {source.num_features}. Set that many."
+        )
+    return chosen
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_feature_ids(ids: Sequence[int], num_layers: int, *, allow_boundary: bool) -> None:
+    low, high = (0, num_layers) if allow_boundary else (1, num_layers - 1)
+    shown = [i - 1 for i in ids]
+    if list(ids) != sorted(set(ids)) or not ids:
+        raise ConfigError(
+            f"policy.draft.aux_layer_indices: got {shown}; must be distinct and increasing, because the engine sorts them "
+            "and drops repeated ones."
+        )
+    outside = [i - 1 for i in ids if not low <= i <= high]
+    if outside:
+        raise ConfigError(
+            f"policy.draft.aux_layer_indices: got {shown}; {outside} is outside {low - 1}..{high - 1} for a policy of "
+            f"{num_layers} layers. Choose layers inside, or set policy.draft.allow_boundary_layers for -1 and the last one."
+        )
+
+
+def _check_against_policy(arch: DraftArchitecture, policy: Mapping[str, Any]) -> None:
+    for key, own, what in (
+        ("hidden_size", arch.target_hidden_size, "features"),
+        ("vocab_size", arch.vocab_size, "vocabulary"),
+    ):
+        if own != policy[key]:
+            raise ConfigError(
+                f"policy.draft.model_name: the draft was made for {what} of size {own}; the policy's {key} is "
+                f"{policy[key]}. Use a draft of this policy."
+            )
+
+
+def _cover_positions(arch: DraftArchitecture, max_model_len: int) -> DraftArchitecture:
+    if arch.max_position_embeddings >= max_model_len:
+        return arch
+    if arch.rope["rope_type"] != "default":
+        raise ConfigError(
+            f"policy.draft.model_name: its RoPE table ({arch.rope['rope_type']}) covers {arch.max_position_embeddings} "
+            f"positions, policy.generation.vllm_cfg.max_model_len is {max_model_len}. Lower max_model_len, or raise "
+            "max_position_embeddings in the draft's config.json if its scaling allows that."
+        )
+    # A plain table has no end: the frequencies do not depend on it.
+    return dataclasses.replace(arch, max_position_embeddings=max_model_len)
+
+
+def _check_geometry(arch: DraftArchitecture, device: str | None) -> None:
+    if arch.num_attention_heads % arch.num_key_value_heads:
+        raise ConfigError(
+            f"policy.draft.num_key_value_heads: got {arch.num_key_value_heads}; must divide the "
+            f"{arch.num_attention_heads} query heads."
+        )
+    if arch.head_dim % 2:
+        raise ConfigError(f"policy.draft.head_dim: got {arch.head_dim}; must be even for rotary positions.")
+    if arch.fc_norm and arch.norm_before_fc:
+        raise ConfigError(
+            "policy.draft.fc_norm: got true beside norm_before_fc; they exclude each other. Turn one off."
+        )
+    if device == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"policy.draft.head_dim: got {arch.head_dim}; the engine's CPU attention supports {list(CPU_HEAD_DIMS)}. Set "
+            "policy.draft.head_dim to one of them."
+        )
+
+
+# -- vocabulary and weights ------------------------------------------------------------------------------------------
+
+
+def _vocabulary(
+    cfg: Eagle3DraftConfig,
+    arch: DraftArchitecture,
+    *,
+    is_scratch: bool,
+    weight_files: WeightFiles | None,
+    given: Sequence[int] | None,
+) -> tuple[int, ...] | None:
+    size, total = arch.draft_vocab_size, arch.vocab_size
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= total:
+        raise ConfigError(
+            f"policy.draft.draft_vocab_size: got {size!r}; must be an integer from 1 to {total}, the policy's."
+        )
+    if not is_scratch:
+        return None if weight_files is None else _checked_weights(cfg, arch, weight_files)
+    if not arch.has_vocab_map:
+        return None
+    if given is None:
+        raise ConfigError(
+            f"policy.draft.draft_vocab_size: got {size} of {total} for a draft from scratch; which ids it holds must come "
+            "from token counts. Set it to null, or start from a directory whose d2t says so (policy.draft.model_name)."
+        )
+    try:
+        mapping = VocabMap(tuple(given), total)
+    except VocabMapError as err:
+        raise ConfigError(f"policy.draft.draft_vocab_size: the given ids do not fit: {err}.") from err
+    if len(mapping.ids) != size:
+        raise ConfigError(f"policy.draft.draft_vocab_size: got {size}, and {len(mapping.ids)} ids. Make them equal.")
+    return mapping.ids
+
+
+def _checked_weights(cfg: Eagle3DraftConfig, arch: DraftArchitecture, files: WeightFiles) -> tuple[int, ...] | None:
+    if files.pickle is not None:
+        if not cfg.trust_pickle:
+            raise ConfigError(
+                f"policy.draft.model_name: {files.pickle} is a pickle file. Convert it to safetensors, or set "
+                "policy.draft.trust_pickle: true if you trust who made it."
+            )
+        return None
+    try:
+        names = normalize_names(files.tensors)
+        stored = {name: files.tensors[original] for name, original in names.canonical.items()}
+        check_tensor_shapes({name: t.shape for name, t in stored.items()}, arch)
+        tables = {name: read_integers(stored[name]) for name in ("d2t", "t2d") if name in stored}
+        mapping = read_vocabulary(tables, arch)
+    except (CheckpointError, VocabMapError) as err:
+        raise ConfigError(f"policy.draft.model_name: {cfg.model_name}: {err}") from err
+    return None if mapping is None else mapping.ids
+
+
+def read_vocabulary(tables: Mapping[str, Sequence[int]], arch: DraftArchitecture) -> VocabMap | None:
+    """The map of a checkpoint.
+
+    Args:
+        tables: `d2t` and `t2d` where the checkpoint has them, as integers.
+        arch: the draft.
+
+    Returns:
+        None when draft ids are target ids.
+    """
+    d2t, t2d = tables.get("d2t"), tables.get("t2d")
+    if d2t is None:
+        if arch.has_vocab_map:
+            raise VocabMapError(
+                f"the draft proposes {arch.draft_vocab_size} of {arch.vocab_size} ids and has no d2t table that says which"
+            )
+        return None
+    mapping = VocabMap.from_tables(d2t, vocab_size=arch.vocab_size, draft_vocab_size=arch.draft_vocab_size, t2d=t2d)
+    if not arch.has_vocab_map:
+        if not mapping.is_identity:
+            raise VocabMapError("the draft proposes every id, so d2t must be all zeros (it holds offsets)")
+        return None
+    return mapping

@@ -1,0 +1,57 @@
+"""What our vLLM worker classes add to vLLM's: settled ownership of draft tensors and access to the weight transfer.
+
+vLLM builds the class named by its `worker_cls` argument in every engine process. Its `load_model` is the one place that
+runs after the models were loaded and before anything is compiled, profiled or captured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from vllm.config import set_current_vllm_config
+
+from nemo_rl.models.generation.vllm import weight_transfer
+from nemo_rl.models.generation.vllm.draft_ownership import settle_ownership
+
+
+class RefitWorkerMixin:
+    """Put before vLLM's worker class in the bases."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load both models, settle who owns what, and tell the weight transfer."""
+        weight_transfer.register()
+        super().load_model(**kwargs)
+        self.after_load()
+        trained = self.vllm_config.additional_config["nemo_rl"]["trained_draft_tensors"]
+        draft = self.get_draft_model() if trained else None
+        speculative = self.vllm_config.speculative_config
+        if draft is not None:
+            with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+                settle_ownership(self.get_model(), draft, trained=trained)
+        self.weight_transfer_engine.attach(
+            policy_dir=_local_directory(self.vllm_config.model_config.model),
+            draft=draft,
+            draft_config=speculative.draft_model_config if draft is not None else None,
+            proposer=getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None),
+            trained=trained,
+        )
+
+    def after_load(self) -> None:
+        """Adjust the loaded models to the device."""
+
+    def discard_weight_update(self) -> None:
+        """Leave a round whose update was received but is not to be applied, e.g. because another engine refused it."""
+        self.weight_transfer_engine.discard()
+        self._weight_update_active = False
+
+    def refit_result(self) -> weight_transfer.VerifyResult:
+        """What the last weight update left on this rank."""
+        return self.weight_transfer_engine.last_result
+
+
+def _local_directory(model: str) -> str:
+    """The directory that vLLM loaded `model` from; a hub id is in the hub's cache by then."""
+    return model if Path(model).is_dir() else snapshot_download(model, local_files_only=True)

@@ -1,0 +1,121 @@
+"""What training returns: per rank and optimizer step, then folded into one plain dict. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MetricPairs = dict[str, tuple[float, float]]
+"""Metric name to (numerator, denominator)."""
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """What one optimizer group did in one global batch, as one rank saw it.
+
+    Attributes:
+        loss: this rank's share; the sum over data-parallel ranks is the loss.
+        grad_norm: global norm before clipping, equal on all ranks.
+        lr: learning rate of the step.
+        is_skipped: the update was left out on all ranks because loss or gradient was not finite.
+        metrics: this rank's sums.
+        weight_change_norm: global norm of the parameter update; None where it is not measured.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    is_skipped: bool
+    metrics: MetricPairs
+    weight_change_norm: float | None
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """One optimizer step on one rank.
+
+    Attributes:
+        policy: the policy group.
+        draft: the draft group; None when no draft is trained.
+        global_valid_toks: supervised tokens of the global batch.
+        global_valid_seqs: kept samples of the global batch.
+        num_microbatches: forward and backward passes, zero-weight ones included.
+        timing: phase to seconds.
+    """
+
+    policy: GroupResult
+    draft: GroupResult | None
+    global_valid_toks: float
+    global_valid_seqs: float
+    num_microbatches: int
+    timing: dict[str, float]
+
+
+def fold_results(ranks: Sequence[Sequence[BatchResult]]) -> dict[str, Any]:
+    """Fold the results of data-parallel ranks into what `PolicyInterface.train` returns.
+
+    Args:
+        ranks: per data-parallel rank, one result per optimizer step.
+    """
+    first = ranks[0]
+    out = _fold_group([[step.policy for step in rank] for rank in ranks])
+    scalars = out.pop("scalars")
+    draft = None
+    if first[0].draft is not None:
+        draft = _fold_group([[step.draft for step in rank if step.draft is not None] for rank in ranks])
+    return {
+        **out,
+        "draft": draft,
+        "global_valid_toks": sum(step.global_valid_toks for step in first),
+        "global_valid_seqs": sum(step.global_valid_seqs for step in first),
+        "num_skipped_updates": int(scalars["num_skipped_updates"]),
+        "num_optimizer_steps": len(first),
+        "num_microbatches": sum(step.num_microbatches for step in first),
+        "timing": _slowest([_sum_timing(rank) for rank in ranks]),
+    }
+
+
+def _fold_group(ranks: Sequence[Sequence[GroupResult]]) -> dict[str, Any]:
+    steps = list(zip(*ranks, strict=True))
+    losses = [math.fsum(r.loss for r in step) if all(map(_finite, step)) else math.nan for step in steps]
+    taken = [i for i, step in enumerate(steps) if not step[0].is_skipped] or list(range(len(steps)))
+    metrics: dict[str, list[float]] = {}
+    for rank in ranks:
+        for result in rank:
+            for name, (num, den) in result.metrics.items():
+                pair = metrics.setdefault(name, [0.0, 0.0])
+                pair[0] += num
+                pair[1] += den
+    scalars = {"num_skipped_updates": float(sum(step[0].is_skipped for step in steps))}
+    changes = [step[0].weight_change_norm for step in steps]
+    if None not in changes:
+        scalars["weight_change_norm"] = math.fsum(changes) / len(changes)
+    return {
+        "loss": _mean([losses[i] for i in taken]),
+        "grad_norm": _mean([steps[i][0].grad_norm for i in taken]),
+        "lr": steps[-1][0].lr,
+        "metrics": {name: (num, den) for name, (num, den) in metrics.items()},
+        "scalars": scalars,
+    }
+
+
+def _finite(result: GroupResult) -> bool:
+    return math.isfinite(result.loss)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _sum_timing(steps: Sequence[BatchResult]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for step in steps:
+        for name, seconds in step.timing.items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def _slowest(timings: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: max(t[name] for t in timings) for name in timings[0]}

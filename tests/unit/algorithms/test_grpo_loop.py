@@ -1,0 +1,301 @@
+"""The step loop over in-memory policy, engine and environment: order, counting, stopping and what it logs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.config import MasterConfig
+from nemo_rl.algorithms.grpo import GRPOComponents, GRPOState, PromptSource, grpo_train
+from nemo_rl.algorithms.loss import ClippedPGLossFn
+from nemo_rl.data.loader import PromptLoader
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.errors import NonFiniteError, RefitError
+from nemo_rl.models.generation.vllm.spec_metrics import SpecCounters
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.config import build_master_config
+from nemo_rl.utils.logger import Logger, read_metrics
+from nemo_rl.utils.timer import Timer
+from nemo_rl.weight_sync.interfaces import RefitReport
+
+NUM_PROMPTS, NUM_GENERATIONS = 3, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    prompt_ids: list[int]
+    prompt_text: str
+    metadata: dict[str, Any]
+    too_long: bool = False
+
+
+class Prompts:
+    """Every third prompt is too long."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt([1, 2, 3 + index % 5], f"q{index}", {"index": index}, too_long=index % 3 == 2)
+
+
+class Engine:
+    """Counts one draft of two tokens per response, the first of them accepted; answers with the seed's last bit."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.version, self.drafts, self._log, self.seeds = 0, 0, log, []
+
+    def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
+        self._log.append("generate")
+        n, width = data["input_ids"].shape
+        self.drafts += n
+        self.seeds.append(data["seeds"].tolist())
+        answers = (data["seeds"] % 2 + 10)[:, None]
+        return BatchedDataDict(
+            {
+                "output_ids": torch.cat([data["input_ids"], answers, answers], 1),
+                "generation_lengths": torch.full((n,), 2),
+                "unpadded_sequence_lengths": torch.full((n,), width + 2),
+                "logprobs": torch.full((n, width + 2), -0.5),
+                "finish_reasons": ["stop"] * n,
+                "weight_versions": torch.full((n,), self.version),
+            }
+        )
+
+    def spec_counters(self) -> SpecCounters:
+        return SpecCounters(self.drafts, 2 * self.drafts, self.drafts, (self.drafts, 0))
+
+    def prepare_for_generation(self) -> None:
+        self._log.append("prepare")
+
+    def finish_generation(self) -> None:
+        self._log.append("finish")
+
+
+class Learner:
+    def __init__(self, log: list[str]) -> None:
+        self._log, self.batches, self.skipped = log, [], 0
+
+    def prepare_for_training(self) -> None:
+        self._log.append("prepare_for_training")
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        self._log.append("logprobs")
+        return BatchedDataDict({"logprobs": torch.full_like(data["generation_logprobs"], -0.5)})
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        self._log.append("reference")
+        return BatchedDataDict({"reference_logprobs": torch.full_like(data["generation_logprobs"], -0.6)})
+
+    def train(self, data: BatchedDataDict, loss_fn: ClippedPGLossFn, *, step: int) -> dict[str, Any]:
+        self._log.append(f"train{step}")
+        self.batches.append(data)
+        tokens = data["token_mask"].sum()
+        out = loss_fn(
+            torch.full_like(data["generation_logprobs"], -0.5),
+            data,
+            global_valid_toks=tokens,
+            global_valid_seqs=data["sample_mask"].sum(),
+        )
+        return {
+            "loss": float(out.loss),
+            "grad_norm": 1.0,
+            "lr": 0.1,
+            "global_valid_toks": float(tokens),
+            "metrics": {name: (float(num), float(den)) for name, (num, den) in out.metrics.items()},
+            "draft": None,
+            "num_skipped_updates": self.skipped,
+            "timing": {"forward_backward": 0.25},
+        }
+
+    def save_checkpoint(self, directory: str) -> None:
+        self._log.append("save")
+        (Path(directory) / "policy").mkdir()
+        (Path(directory) / "policy" / "weights").write_bytes(b"w")
+
+
+class Sync:
+    def __init__(self, log: list[str], engine: Engine) -> None:
+        self._log, self._engine, self.fail_at = log, engine, None
+
+    def sync(self, version: int) -> RefitReport:
+        if version == self.fail_at:
+            raise RefitError("half an update")
+        self._log.append(f"sync{version}")
+        self._engine.version = version
+        return RefitReport(version, 0.1, 0.2, True, 7)
+
+
+class Parity:
+    """Reward 1 for an odd seed: groups of four mostly differ."""
+
+    def step(self, responses: list[str], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
+        rewards = [float(text.endswith("11")) for text in responses]
+        return EnvironmentReturn(rewards, list(responses), {"answered": (len(rewards), len(rewards))})
+
+    def shutdown(self) -> None: ...
+
+
+def make(tmp_path: Path, **grpo: Any) -> tuple[GRPOComponents, list[str]]:
+    log: list[str] = []
+    settings = {
+        "num_prompts_per_step": NUM_PROMPTS,
+        "num_generations_per_prompt": NUM_GENERATIONS,
+        "max_num_steps": 3,
+        "val_period": 2,
+    } | grpo
+    cfg: MasterConfig = build_master_config(
+        {
+            "policy": {"model_name": "unused", "train_global_batch_size": NUM_PROMPTS * NUM_GENERATIONS},
+            "grpo": settings,
+            "checkpointing": {"checkpoint_dir": str(tmp_path / "checkpoints"), "save_period": 2},
+            "logger": {"log_dir": str(tmp_path / "logs"), "tensorboard_enabled": False},
+        }
+    )
+    engine = Engine(log)
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
+    components = GRPOComponents(
+        cfg=cfg,
+        policy=Learner(log),
+        generation=engine,
+        synchronizer=Sync(log, engine),
+        environment=Parity(),
+        tokenizer=tokenizer,
+        pad_token_id=0,
+        loader=PromptLoader(Prompts(60), 1, shuffle=False, seed=0),
+        val_dataset=Prompts(9),
+        loss_fn=ClippedPGLossFn(cfg.loss_fn),
+        logger=Logger(cfg.logger, run_config={}),
+        timer=Timer(),
+        checkpointer=CheckpointManager(cfg.checkpointing),
+        state=GRPOState(),
+        on_step=lambda step, metrics: log.append(f"shown{step}"),
+        on_validation=lambda step, result: log.append(f"validated{step}"),
+    )
+    return components, log
+
+
+def test_order_of_a_step(tmp_path: Path) -> None:
+    components, log = make(tmp_path, max_num_steps=2)
+    grpo_train(components)
+    first = [
+        "prepare",
+        "generate",
+        "finish",
+        "prepare_for_training",
+        "logprobs",
+        "reference",
+        "train0",
+        "sync1",
+        "shown1",
+    ]
+    second = [*first[:6], "train1", "sync2", "generate", "validated2", "save", "shown2"]
+    assert log == first + second
+
+
+def test_metrics_state_and_checkpoint_describe_the_run(tmp_path: Path) -> None:
+    components, _ = make(tmp_path)
+    state = grpo_train(components)
+    assert (state.step, state.consumed_samples, state.validated_step) == (3, 9, 2)
+    table = read_metrics(components.logger.metrics_path)
+    assert list(table["train/rollout_weight_version"].values()) == [0.0, 1.0, 2.0]
+    assert table["train/num_prompts_dropped"][1] == 1.0  # prompts 0, 1, (2), 3
+    assert table["vllm/spec_acceptance_length"] == {1: 2.0, 2: 2.0, 3: 2.0}
+    assert table["vllm/spec_num_drafts"][3] == NUM_PROMPTS * NUM_GENERATIONS  # deltas, validation not counted
+    assert table["validation/num_samples"] == {2: 6.0}
+    assert table["train/token_mult_prob_error"][1] == pytest.approx(1.0)
+    resume = components.checkpointer.find_resume_point(algorithm="grpo")
+    assert resume.step == 3
+    restored = GRPOState.from_dict(resume.training_info)
+    assert restored == state
+    assert "val:accuracy" not in resume.training_info  # validated at step 2, not 3
+
+
+def test_seeds_depend_on_the_step_alone(tmp_path: Path) -> None:
+    components, _ = make(tmp_path / "a")
+    grpo_train(components)
+    late, _ = make(tmp_path / "b")
+    late.state.step = 1
+    grpo_train(late)
+    assert late.generation.seeds[0] == components.generation.seeds[1]
+    flat = [seed for step in components.generation.seeds for seed in step]
+    assert len(set(flat)) == len(flat)
+
+
+def test_advantages_are_zero_off_the_sampled_tokens(tmp_path: Path) -> None:
+    components, _ = make(tmp_path, max_num_steps=1)
+    grpo_train(components)
+    batch = components.policy.batches[0]
+    assert batch["token_mask"].sum() == 2 * batch.size
+    assert batch["advantages"][~batch["token_mask"]].abs().sum() == 0
+    assert batch["sample_index"].tolist() == list(range(batch.size))
+    assert batch["generation_logprobs"][~batch["token_mask"]].abs().sum() == 0
+
+
+def test_data_ends_the_run_after_its_epochs(tmp_path: Path) -> None:
+    components, _ = make(tmp_path, max_num_steps=100, max_num_epochs=2)
+    state = grpo_train(components)
+    # 60 prompts, 20 of them too long, 3 per step, two epochs: the last incomplete step is not run.
+    assert state.step == 2 * 40 // NUM_PROMPTS
+    assert components.checkpointer.find_resume_point().step == state.step
+
+
+def test_prompt_source_counts_what_it_drops() -> None:
+    source = PromptSource(PromptLoader(Prompts(9), 1, shuffle=False, seed=0), max_epochs=1)
+    assert [p.metadata["index"] for p in source.draw(4)] == [0, 1, 3, 4]
+    assert source.num_dropped == 1
+    assert [p.metadata["index"] for p in source.draw(2)] == [6, 7]
+    assert source.draw(1) is None
+
+
+def test_skipped_updates_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    components, log = make(tmp_path, max_num_steps=10, max_nonfinite_steps=2)
+    components.policy.skipped = 1
+    with pytest.raises(NonFiniteError, match="max_nonfinite_steps=2"):
+        grpo_train(components)
+    assert "train1" in log
+    assert "train2" not in log
+
+
+def test_nothing_is_generated_after_a_failed_refit(tmp_path: Path) -> None:
+    components, log = make(tmp_path)
+    components.synchronizer.fail_at = 2
+    with pytest.raises(RefitError):
+        grpo_train(components)
+    assert log[-1] == "train1"
+
+
+def test_validation_target_stops_the_run_and_saves(tmp_path: Path) -> None:
+    components, log = make(
+        tmp_path,
+        max_num_steps=50,
+        val_period=1,
+        stop_at_validation_metric="mean_reward",
+        stop_at_validation_threshold=0.0,
+    )
+    assert grpo_train(components).step == 1
+    assert "save" in log
+
+
+def test_validation_at_start_and_end(tmp_path: Path) -> None:
+    components, log = make(tmp_path, max_num_steps=1, val_period=0, val_at_start=True, val_at_end=True)
+    grpo_train(components)
+    assert [entry for entry in log if entry.startswith("validated")] == ["validated0", "validated1"]
+
+
+def test_dynamic_sampling_fills_the_batch_with_informative_groups(tmp_path: Path) -> None:
+    components, _ = make(tmp_path, max_num_steps=1, use_dynamic_sampling=True, batch_multiplier=1.5)
+    grpo_train(components)
+    rewards = components.policy.batches[0]["rewards"].view(NUM_PROMPTS, NUM_GENERATIONS)
+    assert (rewards.amax(-1) != rewards.amin(-1)).all()
+    table = read_metrics(components.logger.metrics_path)
+    assert table["train/dynamic_sampling_num_gen_batches"][1] >= 1.0

@@ -1,0 +1,39 @@
+"""Gloo ranks and tiny policies for the tests of the policy workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("nemo_automodel")
+
+from tests.tiny_models import write_tiny_policy
+from tests.unit.models.policy.gloo_pool import GlooPool
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if here in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.automodel)
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """One and two ranks; both start at once, because importing takes them seconds."""
+    started = {1: GlooPool(1), 2: GlooPool(2)}
+    yield started
+    for pool in started.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> str:
+    return str(write_tiny_policy(tmp_path_factory.mktemp("policy"), layers=2, heads=4, kv=2))
+
+
+@pytest.fixture(scope="session")
+def tied_model_dir(tmp_path_factory) -> str:
+    return str(write_tiny_policy(tmp_path_factory.mktemp("tied"), layers=1, tie=True))

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nemo_rl.utils.run_summary import FirstLast, TimeSplit, summarize, time_split
+
+
+def series(*values: float) -> dict[int, float]:
+    return dict(enumerate(values, start=1))
+
+
+def test_first_value_and_mean_of_the_last_three() -> None:
+    summary = summarize(
+        {
+            "train/reward": series(0.2, 0.9, 0.3, 0.6, 0.9),
+            "vllm/spec_acceptance_length": series(1.0, 3.0),
+            "validation/accuracy": {0: 0.1, 5: 0.4, 10: 0.8},
+        },
+        num_speculative_tokens=3,
+        wall_seconds=61.0,
+    )
+    assert summary.num_steps == 5
+    assert summary.reward == FirstLast(0.2, pytest.approx(0.6))
+    assert summary.acceptance_length == FirstLast(1.0, 2.0)
+    assert summary.validation_accuracy == FirstLast(0.1, 0.8)
+
+
+def test_values_that_are_not_finite_are_passed_over() -> None:
+    summary = summarize({"train/draft_loss": series(math.nan, 4.0, 2.0, math.inf)})
+    assert summary.draft_loss == FirstLast(4.0, 3.0)
+
+
+def test_what_was_not_logged_is_none_and_has_no_line() -> None:
+    summary = summarize({"train/reward": series(0.5)})
+    assert summary.draft_loss is None
+    assert summary.refits is None
+    assert summary.speedup is None
+    assert [name for name, _ in summary.lines(arrow="->")] == ["steps", "reward"]
+
+
+def test_an_unverified_refit_is_not_counted_as_verified() -> None:
+    summary = summarize({"refit/verified": series(1.0, 0.0, math.nan, 1.0)})
+    assert (summary.refits_verified, summary.refits) == (2, 4)
+    assert dict(summary.lines(arrow="->"))["refits verified"] == "2/4"
+
+
+def test_speedup_is_the_logged_one_or_the_ratio_of_the_probes() -> None:
+    probes = {"performance/plain_tokens_per_sec": {20: 500.0}, "performance/spec_tokens_per_sec": {20: 800.0}}
+    assert summarize(probes).speedup == pytest.approx(1.6)
+    assert summarize(probes | {"performance/spec_speedup": {20: 1.5}}).speedup == 1.5
+
+
+def test_lines_say_every_figure() -> None:
+    summary = summarize(
+        {
+            "train/reward": series(0.35, 0.9),
+            "vllm/spec_acceptance_length": series(1.0, 3.5),
+            "train/draft_loss": series(6.0, 0.5),
+            "refit/verified": series(1.0, 1.0),
+            "performance/rollout_tokens_per_sec": series(900.0, 1900.0),
+            "performance/plain_tokens_per_sec": {2: 722.0},
+            "performance/spec_tokens_per_sec": {2: 1180.0},
+        },
+        num_speculative_tokens=3,
+        wall_seconds=3723.4,
+    )
+    assert dict(summary.lines(arrow="->")) == {
+        "steps": "2 (last = mean of the last 2)",
+        "reward": "0.350 -> 0.625",
+        "acceptance length": "1.00 -> 2.25 of 4",
+        "draft loss": "6.000 -> 3.250",
+        "refits verified": "2/2",
+        "rollout tokens/s": "900 -> 1,400",
+        "decoding probe": "plain 722 tokens/s -> with draft 1,180 tokens/s = 1.63x",
+        "wall time": "1:02:03",
+    }
+
+
+def test_time_split_adds_up_to_the_step() -> None:
+    split = time_split(
+        {
+            "timing/train/total_step_time": 10.0,
+            "timing/train/generation": 4.0,
+            "timing/train/logprobs": 1.0,
+            "timing/train/policy_training": 3.0,
+            "timing/train/refit": 0.5,
+            "timing/train/draft_s": 2.0,
+        }
+    )
+    assert split == TimeSplit(generation=4.0, training=4.0, refit=0.5, other=1.5)
+    assert split.total == 10.0
+
+
+@pytest.mark.parametrize("total", [None, 0.0, math.nan])
+def test_no_time_split_without_a_total(total: float | None) -> None:
+    metrics = {"timing/train/generation": 1.0}
+    assert time_split(metrics if total is None else metrics | {"timing/train/total_step_time": total}) is None
