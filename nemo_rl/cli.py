@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def _parse(arguments: Sequence[str] | None, *, default_config: Path | None) -> a
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def _terminable() -> Generator[None]:
     """Let SIGTERM unwind the stack like Ctrl-C, so that workers are stopped; where signals can be set at all."""
 
     def leave(_signal: int, _frame: object) -> None:

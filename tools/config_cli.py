@@ -91,7 +91,7 @@ def minimized_text(path: Path) -> str:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     for keys in redundant_keys(path):
         first, last = _lines_of(root, keys, path=path)
-        while first > 0 and lines[first - 1].strip().startswith("#") and _indent(lines[first - 1]) == _indent(lines[first]):
+        while first > 0 and _is_comment_on(lines[first - 1], lines[first]):
             first -= 1
         doomed.update(range(first, last))
     return "".join(line for number, line in enumerate(lines) if number not in doomed)
@@ -157,6 +157,10 @@ def _end_line(node: yaml.Node) -> int:
         return _end_line(node.value[-1])
     is_block_scalar = isinstance(node, yaml.ScalarNode) and node.style in ("|", ">")
     return node.end_mark.line + (0 if is_block_scalar else 1)
+
+
+def _is_comment_on(line: str, below: str) -> bool:
+    return line.strip().startswith("#") and _indent(line) == _indent(below)
 
 
 def _indent(line: str) -> int:

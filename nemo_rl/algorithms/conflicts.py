@@ -176,7 +176,7 @@ def _speculation_conflicts(cfg: MasterConfig) -> list[str]:
         return []
     found: list[str] = []
     largest = draft.max_num_speculative_tokens
-    if not _is_int(tokens) or not 1 <= tokens <= largest:
+    if tokens is None or not _is_int(tokens) or not 1 <= tokens <= largest:
         missing = "nothing" if tokens is None else repr(tokens)
         found.append(
             f"{key}.num_speculative_tokens: got {missing}; must be an integer from 1 to {largest}, the most that the "

@@ -8,7 +8,6 @@ validate, save. Which policy, engine, environment or draft sits behind an interf
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 from dataclasses import dataclass, field
@@ -296,15 +295,14 @@ def run_validation(c: GRPOComponents) -> ValidationResult:
 
 def save_checkpoint(c: GRPOComponents, train_metrics: dict[str, float]) -> Path:
     """Write everything that a resumed run needs; the directory appears under its final name only when complete."""
-    state = c.state
-    ranking = {f"train:{name.removeprefix('train/')}": value for name, value in train_metrics.items()}
-    if state.validated_step == state.step:
-        ranking |= {f"val:{name}": value for name, value in state.val_metrics.items()}
+    state, info = c.state, c.state.to_dict()
+    if state.validated_step != state.step:
+        info["val_metrics"] = {}  # an older validation must not rank these weights
     # JSON has no NaN; a metric without a value does not rank.
-    ranking = {name: value for name, value in ranking.items() if math.isfinite(value)}
-    path = c.checkpointer.init_tmp_checkpoint(state.step, state.to_dict() | ranking, c.cfg)
+    info["train_metrics"] = {name: value for name, value in train_metrics.items() if math.isfinite(value)}
+    path = c.checkpointer.init_tmp_checkpoint(state.step, info, c.cfg)
     c.policy.save_checkpoint(str(path))
-    (path / DATALOADER_FILE).write_text(json.dumps(c.loader.state_dict()), encoding="utf-8")
+    c.checkpointer.save_json(path / DATALOADER_FILE, c.loader.state_dict())
     return c.checkpointer.finalize_checkpoint(path)
 
 
@@ -401,6 +399,7 @@ def grpo_train(c: GRPOComponents) -> GRPOState:
         if c.checkpointer.should_save(state.step, is_last=is_last or should_stop):
             with timer.time("checkpointing"):
                 save_checkpoint(c, metrics)
+            c.logger.log_metrics({"timing/train/checkpointing": timer.total("checkpointing")}, state.step)
             saved_step = state.step
         c.on_step(state.step, metrics)
         if should_stop or c.checkpointer.out_of_time():

@@ -64,7 +64,7 @@ def load_tokenizer(cfg: TokenizerConfig) -> PreTrainedTokenizerBase:
     template = chat_template_text(cfg.chat_template)
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.name)
-    except (OSError, ValueError, KeyError) as err:
+    except Exception as err:  # the tokenizers library raises bare Exception for a damaged file
         raise ConfigError(
             f"{KEY}.name: got {cfg.name!r}; must be a directory with tokenizer files or a hub name, and no tokenizer "
             f"loads from it ({_first_line(err)}). Correct the name, or download it first when the hub is out of reach."

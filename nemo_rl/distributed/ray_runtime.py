@@ -409,6 +409,7 @@ def _ending_signals() -> tuple[int, ...]:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """End the driver in order. Ray turns the status into 1 when the signal arrives inside one of its calls."""
     raise SystemExit(128 + number)
 
 

@@ -65,11 +65,11 @@ def _check_milestones(entries: tuple[SchedulerEntry, ...]) -> tuple[SchedulerEnt
     return entries
 
 
-def default_policy_scheduler() -> tuple[dict[str, Any], ...]:
+def default_policy_scheduler() -> Any:
     """Default schedule of the policy: linear warm-up over 50 optimizer steps, then constant.
 
     Returns:
-        Raw entries, validated by the field that uses them.
+        Raw entries; the field that uses them turns them into `SchedulerEntry`.
     """
     return (
         {

@@ -389,8 +389,12 @@ def _write_manifest(directory: Path) -> None:
 
 
 def _checksums(directory: Path, names: list[str]) -> dict[str, str]:
-    """CRC-32 of files, several at a time (zlib releases the interpreter lock)."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    """CRC-32 of files; large ones several at a time (zlib releases the interpreter lock)."""
+    num_large = sum((directory / name).stat().st_size >= _CHUNK_BYTES for name in names)
+    num_threads = min(8, os.cpu_count() or 1, num_large)
+    if num_threads <= 1:
+        return {name: _crc32(directory / name) for name in names}
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:
         return dict(zip(names, pool.map(lambda name: _crc32(directory / name), names), strict=True))
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl.algorithms.config import MasterConfig
-from nemo_rl.utils.config_schema import child_type, complete, field_at, key_names, section_at
+from nemo_rl.utils.config_schema import DISCRIMINATOR, child_type, complete, field_at, key_names, section_at
 from nemo_rl.utils.schema import ConfigConflicts
 
 _STRUCTURAL_ERRORS = {"extra_forbidden", "missing", "model_type", "model_attributes_type"}
@@ -70,6 +70,9 @@ def _explain_one(detail: ErrorDetails, tree: Mapping[str, Any]) -> str:
         return f"{key}: got an unknown key; {hint}"
     if kind == "missing":
         return f"{key}: got nothing; is required. Set it in the file or on the command line: {key}=..."
+    if kind == "union_tag_invalid":
+        path = [*path, DISCRIMINATOR]
+        key, got = ".".join(path), got[DISCRIMINATOR]
     allowed = _allowed(detail)
     return f"{key}: got {_shorten(got)}; {allowed}. {_remedy(detail, path)}"
 

@@ -23,6 +23,9 @@ from pydantic_core import PydanticUndefined
 from nemo_rl.algorithms.config import MasterConfig
 from nemo_rl.errors import ConfigError
 
+DISCRIMINATOR = "algo"
+"""Key that says which class a section of several possible ones is; always passed on, with its default if need be."""
+
 _RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": lambda *numbers: sum(numbers),
     "sub": operator.sub,
@@ -105,7 +108,7 @@ def _without_defaults(model: type[BaseModel], filled: dict[str, Any], *, given: 
             section = _without_defaults(inner, value, given=below if isinstance(below, Mapping) else {})
             if section or key in given:
                 kept[key] = section
-        elif key in given or (field is not None and _is_interpolation(field.default)):
+        elif key in given or key == DISCRIMINATOR or (field is not None and _is_interpolation(field.default)):
             kept[key] = value
     return kept
 
@@ -139,8 +142,10 @@ def section_class(annotation: Any, value: Any) -> type[BaseModel] | None:
     if len(classes) <= 1 or not isinstance(value, Mapping):
         return classes[0] if classes else None
     for candidate in classes:
-        field = candidate.model_fields["algo"]
-        if value.get("algo", classes[0].model_fields["algo"].default) in typing.get_args(field.annotation):
+        field = candidate.model_fields[DISCRIMINATOR]
+        if value.get(DISCRIMINATOR, classes[0].model_fields[DISCRIMINATOR].default) in typing.get_args(
+            field.annotation
+        ):
             return candidate
     return None
 

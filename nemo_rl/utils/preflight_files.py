@@ -118,8 +118,8 @@ def _check_draft_meta(cfg: MasterConfig, path: Path, *, draft_identity: dict[str
     if (draft_identity is None) != (not file.is_file()):
         has, wants = ("no draft", "trains one") if draft_identity is not None else ("a draft", "has none")
         raise ConfigError(
-            f"policy.draft.enabled: got {str(draft_identity is not None).lower()}; {path} holds {has}, this run {wants}. "
-            f"{_elsewhere(path)}"
+            f"policy.draft.enabled: got {str(draft_identity is not None).lower()}; {path} holds {has}, this run "
+            f"{wants}. {_elsewhere(path)}"
         )
     if draft_identity is None:
         return

@@ -23,7 +23,7 @@ from nemo_rl.utils.preflight import preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = "policy.generation.vllm_kwargs.speculative_config"
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, POSITIONS = 64, 6, 2, 1, 32, 192, 128, 256
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, POSITIONS = 64, 12, 2, 1, 32, 192, 128, 256
 
 POLICY_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -367,8 +367,14 @@ def test_missing_draft_directory(refused: Refuse, run: Run) -> None:
     [
         pytest.param({"hidden_size": 32, "target_hidden_size": 32}, ["hidden_size", "32", str(HIDDEN)], id="hidden"),
         pytest.param({"vocab_size": 256, "draft_vocab_size": 256}, ["vocab", "256", str(VOCAB)], id="vocab"),
-        pytest.param({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, ["[1, 2, 9]"], id="layer-out-of-range"),
-        pytest.param({"eagle_aux_hidden_state_layer_ids": [3, 2, 1]}, ["[3, 2, 1]"], id="layers-unsorted"),
+        pytest.param(
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 13]},
+            ["aux_layer_indices", "[0, 1, 12]"],
+            id="layer-out-of-range",
+        ),
+        pytest.param(
+            {"eagle_aux_hidden_state_layer_ids": [3, 2, 1]}, ["aux_layer_indices", "[2, 1, 0]"], id="layers-unsorted"
+        ),
     ],
 )
 def test_draft_that_does_not_fit_the_policy(

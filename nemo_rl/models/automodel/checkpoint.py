@@ -44,15 +44,20 @@ if TYPE_CHECKING:
 FORMAT = "nemo_rl.policy"
 FORMAT_VERSION = 1
 MAX_SHARD_BYTES = 4 << 30
-TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save(
-    directory: Path, *, model: nn.Module, groups: list[OptimizerGroup], draft: _DraftRuntimeBase | None
-) -> None:
+def save(directory: Path, *, model: nn.Module, groups: list[OptimizerGroup], draft: _DraftRuntimeBase | None) -> None:
     """Write a checkpoint. Collective; the directory is complete when every rank has returned.
 
     Args:
@@ -126,7 +131,7 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
         return json.loads(json.dumps(state))
     except TypeError as err:
         raise CheckpointError(
-            f"{type(scheduler).__name__}: its state cannot be saved ({err}); use a schedule of torch.optim.lr_scheduler."
+            f"{type(scheduler).__name__}: its state cannot be saved ({err}). Use one of torch.optim.lr_scheduler."
         ) from err
 
 
@@ -152,9 +157,7 @@ def _rng_tensors() -> dict[str, Tensor]:
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load(
-    directory: Path, *, model: nn.Module, groups: list[OptimizerGroup], draft: _DraftRuntimeBase | None
-) -> None:
+def load(directory: Path, *, model: nn.Module, groups: list[OptimizerGroup], draft: _DraftRuntimeBase | None) -> None:
     """Restore a checkpoint in place. Collective; every rank reads the same files and reaches the same verdict.
 
     Raises:
@@ -192,7 +195,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
-        raise CheckpointError(f"{path}: cannot be read ({err}); the checkpoint is incomplete, use an earlier one.") from err
+        raise CheckpointError(
+            f"{path}: cannot be read ({err}); the checkpoint is incomplete, use an earlier one."
+        ) from err
     if state.get("format") != FORMAT or state.get("version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: got format {state.get('format')!r} version {state.get('version')!r}; must be {FORMAT!r} version "
@@ -205,7 +210,9 @@ def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     try:
         metadata = dcp.FileSystemReader(str(path)).read_metadata()
     except (CheckpointException, OSError, RuntimeError, EOFError) as err:
-        raise CheckpointError(f"{path}: cannot be read ({err}); the checkpoint is incomplete, use an earlier one.") from err
+        raise CheckpointError(
+            f"{path}: cannot be read ({err}); the checkpoint is incomplete, use an earlier one."
+        ) from err
     return {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
 
 
@@ -270,8 +277,8 @@ def load_scheduler_state(scheduler: Any, state: dict[str, Any]) -> None:
         return
     if len(nested) != len(scheduler._schedulers):
         raise CheckpointError(
-            f"scheduler: the checkpoint has {len(nested)} schedules, this run {len(scheduler._schedulers)}. Resume with "
-            "the scheduler section that it was written with."
+            f"scheduler: the checkpoint has {len(nested)} schedules, this run {len(scheduler._schedulers)}. "
+            "Resume with the scheduler section that it was written with."
         )
     for child, child_state in zip(scheduler._schedulers, nested, strict=True):
         load_scheduler_state(child, child_state)
@@ -307,7 +314,7 @@ def export_hf(directory: Path, *, model: nn.Module, model_dir: str, dtype: torch
     Args:
         directory: created; files in it are replaced.
         model: the policy.
-        model_dir: the checkpoint that the policy started from; its config and tokenizer files are copied if it is local.
+        model_dir: the checkpoint that the policy started from; config and tokenizer files are copied if it is local.
         dtype: of the weights.
     """
     from safetensors.torch import save_file

@@ -148,9 +148,7 @@ def _next_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> li
     return bins
 
 
-def _first_fit(
-    order: Sequence[int], lengths: Sequence[int], capacity: int, bins: list[list[int]]
-) -> list[list[int]]:
+def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int, bins: list[list[int]]) -> list[list[int]]:
     free = [capacity - sum(lengths[i] for i in b) for b in bins]
     for i in order:
         for b, room in enumerate(free):
@@ -202,7 +200,12 @@ def _modified_first_fit_decreasing(order: Sequence[int], lengths: Sequence[int],
 
 
 def make_microbatches(
-    data: BatchedDataDict, groups: Sequence[Sequence[int]], spec: MicrobatchSpec, *, num_steps: int, device: torch.device
+    data: BatchedDataDict,
+    groups: Sequence[Sequence[int]],
+    spec: MicrobatchSpec,
+    *,
+    num_steps: int,
+    device: torch.device,
 ) -> Iterator[Microbatch]:
     """Yield the micro-batches of a plan, then zero-weight ones until there are `num_steps`.
 
@@ -271,9 +274,7 @@ def make_microbatch(
     if is_packed:
         pad = round_up(sum(lengths), spec.length_multiple) - sum(lengths)
         fill = {"input_ids": 0, "doc_ids": -1, "sampled_mask": False, "position_ids": 0}
-        rows = {
-            k: torch.cat([v[is_token], torch.full((pad,), fill[k], dtype=v.dtype)])[None] for k, v in rows.items()
-        }
+        rows = {k: torch.cat([v[is_token], torch.full((pad,), fill[k], dtype=v.dtype)])[None] for k, v in rows.items()}
         if pad:
             rows["position_ids"][0, -pad:] = lengths[-1] + torch.arange(pad)
     index = samples["sample_index"] if "sample_index" in samples else torch.as_tensor(list(indices))

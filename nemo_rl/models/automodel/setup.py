@@ -191,9 +191,9 @@ def build_model(cfg: PolicyConfig, parallel: ParallelContext) -> nn.Module:
         model = _shard_on_one_rank(model, cfg, parallel)
     if cfg.sequence_packing.enabled and not _uses_transformers_attention(model):
         raise ConfigError(
-            f"policy.sequence_packing.enabled: got true; must be false for {type(model).__name__}, whose attention cannot "
-            "keep documents of a row apart. Use policy.dynamic_batching, or policy.dtensor_cfg.automodel_kwargs."
-            "force_hf=true."
+            f"policy.sequence_packing.enabled: got true; must be false for {type(model).__name__}, whose attention "
+            "cannot keep documents of a row apart. Use policy.dynamic_batching, or "
+            "policy.dtensor_cfg.automodel_kwargs.force_hf=true."
         )
     return model
 
@@ -219,9 +219,10 @@ def _shard_on_one_rank(model: nn.Module, cfg: PolicyConfig, parallel: ParallelCo
 
 def _uses_transformers_attention(model: nn.Module) -> bool:
     """Whether attention goes through transformers, which keeps packed documents apart by their positions."""
-    return isinstance(getattr(type(model), "_uses_hf_attention", None), property) or type(model).__mro__[
-        1
-    ].__module__.startswith("transformers.")
+    declared = getattr(model, "_uses_hf_attention", None)
+    if declared is not None:
+        return bool(declared)
+    return any(cls.__module__.startswith("transformers.models.") for cls in type(model).__mro__)
 
 
 def forward_kwargs(model: nn.Module) -> frozenset[str]:
@@ -351,9 +352,7 @@ def build_optimizer_group(
     return OptimizerGroup(name, module, built, build_scheduler(built, schedule, key=key), max_grad_norm)
 
 
-def build_scheduler(
-    optimizer: Optimizer, entries: Sequence[SchedulerEntry] | None, *, key: str
-) -> LRScheduler | None:
+def build_scheduler(optimizer: Optimizer, entries: Sequence[SchedulerEntry] | None, *, key: str) -> LRScheduler | None:
     """Create the schedules of a list and chain them at its milestones.
 
     Raises:

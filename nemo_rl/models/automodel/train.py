@@ -58,9 +58,7 @@ class _Sums:
     def add(self, loss: Tensor, metrics: dict[str, tuple[Any, Any]]) -> None:
         self.loss += loss.detach().float()
         for name, (num, den) in metrics.items():
-            pair = torch.stack(
-                [torch.as_tensor(x, device=self.device).detach().to(torch.float64) for x in (num, den)]
-            )
+            pair = torch.stack([torch.as_tensor(x, device=self.device).detach().to(torch.float64) for x in (num, den)])
             self.pairs[name] = self.pairs[name] + pair if name in self.pairs else pair
 
     def as_floats(self) -> MetricPairs:
@@ -111,8 +109,8 @@ class PolicyTrainer:
             kwargs["use_cache"] = False
         if "padding_mask" in self._forward_kwargs:
             kwargs["padding_mask"] = mb.doc_ids < 0
-        # No attention mask: right padding is invisible to a causal row, and transformers keeps packed documents apart by
-        # the restarts of `position_ids`.
+        # No attention mask: right padding is invisible to a causal row, and transformers keeps packed documents
+        # apart by the restarts of `position_ids`.
         out = self.model(input_ids=mb.input_ids, position_ids=mb.position_ids, attention_mask=None, **kwargs)
         return out.logits if hasattr(out, "logits") else out
 
@@ -173,9 +171,7 @@ class PolicyTrainer:
         if self.draft is not None:
             self.draft_group.optimizer.zero_grad(set_to_none=True)
             with clock("draft_s"):
-                self.draft.begin_global_batch(
-                    data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model
-                )
+                self.draft.begin_global_batch(data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model)
         policy_sums, draft_sums = _Sums(self.parallel.device), _Sums(self.parallel.device)
         for mb in make_microbatches(data, groups, spec, num_steps=num_steps, device=self.parallel.device):
             with clock("policy_fwd_bwd_s"):
@@ -197,15 +193,11 @@ class PolicyTrainer:
         counts = counts.to(dtype=torch.float64, device=self.parallel.device)
         return all_reduce_sum(counts, self.parallel.dp_group)
 
-    def _policy_backward(
-        self, logits: Tensor, mb: Microbatch, loss_fn: LossFn, valid: Tensor, sums: _Sums
-    ) -> None:
+    def _policy_backward(self, logits: Tensor, mb: Microbatch, loss_fn: LossFn, valid: Tensor, sums: _Sums) -> None:
         logprobs = self._logprobs(logits, mb)
-        out = loss_fn(
-            logprobs, mb.data, global_valid_toks=valid[0].float(), global_valid_seqs=valid[1].float()
-        )
+        out = loss_fn(logprobs, mb.data, global_valid_toks=valid[0].float(), global_valid_seqs=valid[1].float())
         sums.add(out.loss, out.metrics)
-        # FSDP averages gradients over data (and context) parallel ranks; the loss is already a share of the global mean.
+        # FSDP averages gradients over data (and context) parallel ranks; the loss is a share of the global mean.
         (out.loss * self.parallel.average_size).backward()
 
     def _draft_backward(self, logits: Tensor, mb: Microbatch, sums: _Sums) -> None:

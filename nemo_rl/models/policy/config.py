@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from nemo_rl.models.automodel.draft.config import DraftConfig, Eagle3DraftConfig
+from nemo_rl.models.automodel.draft.config import DefaultDraftConfig, DraftConfig
 from nemo_rl.models.generation.config import GenerationConfig, Precision
 from nemo_rl.models.optim_config import OptimizerConfig, SchedulerConfig, SchedulerEntry, default_policy_scheduler
 from nemo_rl.utils.schema import ConfigModel, FreeForm, NonEmptyStr, interpolated
@@ -172,7 +172,7 @@ class PolicyConfig(ConfigModel):
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """Not available here; must stay off."""
 
-    draft: DraftConfig = Field(default_factory=Eagle3DraftConfig)
+    draft: DraftConfig = Field(default_factory=DefaultDraftConfig)
     """The draft trained beside the policy; `algo` decides which keys exist."""
 
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)

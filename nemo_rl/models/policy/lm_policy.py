@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2:DTensorPolicyWorkerV2"
 
+
 def num_policy_workers(config: MasterConfig) -> int:
     """Number of training workers: `policy.dtensor_cfg.num_workers`, or what the cluster offers."""
     configured = config.policy.dtensor_cfg.num_workers
@@ -68,8 +69,8 @@ class Policy(PolicyInterface):
         self._dp_size = self._sharding.get_axis_size("dp")
         if config.policy.train_global_batch_size % self._dp_size:
             raise ConfigError(
-                f"policy.train_global_batch_size: got {config.policy.train_global_batch_size}; must be divisible by the "
-                f"number of data-parallel ranks ({self._dp_size})."
+                f"policy.train_global_batch_size: got {config.policy.train_global_batch_size}; must be divisible by "
+                f"the number of data-parallel ranks ({self._dp_size})."
             )
         device = resolve_device(config.cluster.device)
         self._group = RayWorkerGroup(
@@ -81,8 +82,12 @@ class Policy(PolicyInterface):
             env_vars=worker_env("policy", device=device, is_single_machine=config.cluster.num_nodes == 1),
             name_prefix="policy",
         )
-        self._group.init_process_groups()
-        self._run("setup")
+        try:
+            self._group.init_process_groups()
+            self._run("setup")
+        except BaseException:
+            self._group.shutdown()
+            raise
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
 

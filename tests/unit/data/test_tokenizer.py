@@ -84,6 +84,16 @@ def test_missing_tokenizer_is_named(name: str) -> None:
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"version": "1.0", "model": {"type": "BPE"'], ids=["empty", "no-model", "cut"]
+)
+def test_damaged_tokenizer_file_is_named(changed_dir: Path, text: str) -> None:
+    (changed_dir / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"policy\.tokenizer\.name: got") as caught:
+        load_tokenizer(TokenizerConfig(name=str(changed_dir)))
+    assert str(changed_dir) in str(caught.value)
+
+
 def test_padding_falls_back_to_end_of_sequence(changed_dir: Path) -> None:
     change(changed_dir, pad_token=None)
     tokenizer = load_tokenizer(TokenizerConfig(name=str(changed_dir)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.models.automodel.draft.config import DefaultDraftConfig
 from nemo_rl.utils.config import build_master_config, load_config, load_tree, to_dict
 
 MINIMAL: dict[str, Any] = {"policy": {"model_name": "some/model"}}
@@ -155,7 +158,7 @@ def test_interpolation_that_cannot_be_resolved(expression: str, message: str) ->
 
 def test_defaults_are_not_marked_as_given(base_file: Path) -> None:
     file = write(base_file.parent / "child.yaml", "defaults: base.yaml\npolicy: {draft: {ttt_steps: 3}}\n")
-    assert build_master_config(load_config(file)).policy.draft.model_fields_set == {"ttt_steps"}
+    assert build_master_config(load_config(file)).policy.draft.model_fields_set == {"algo", "ttt_steps"}
 
 
 def test_dump_builds_an_equal_configuration() -> None:
@@ -304,3 +307,46 @@ def test_configuration_is_frozen() -> None:
     cfg = build_master_config(MINIMAL)
     with pytest.raises(ValueError, match="frozen"):
         cfg.grpo.seed = 3
+
+
+SECOND_DRAFT_CLASS = """
+from typing import Annotated, ClassVar, Literal
+from pydantic import Field
+import nemo_rl.models.automodel.draft.config as draft
+
+class Other(draft.DraftConfigBase):
+    serving_methods: ClassVar[tuple[str, ...]] = ("other",)
+    algo: Literal["other"] = "other"
+    num_depths: int = 8
+
+draft.DraftConfig = Annotated[draft.DefaultDraftConfig | Other, Field(discriminator="algo")]
+
+from nemo_rl.errors import ConfigError
+from nemo_rl.utils.config import build_master_config
+
+def show(**section):
+    try:
+        cfg = build_master_config({"policy": {"model_name": "m", "draft": section}}).policy.draft
+        print(type(cfg).__name__, getattr(cfg, "num_depths", None))
+    except ConfigError as err:
+        print(str(err).split(". ")[0])
+
+show()
+show(enabled=False, algo="other")
+show(algo="other", num_depths=3)
+show(algo="other", ttt_steps=3)
+show(algo="othr")
+show(algo="other", num_depth=3)
+"""
+
+
+def test_a_second_draft_class_is_told_apart_by_algo() -> None:
+    # A new interpreter: the schema reads the union when it is imported.
+    done = subprocess.run([sys.executable, "-c", SECOND_DRAFT_CLASS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{DefaultDraftConfig.__name__} None"
+    assert lines[1:3] == ["Other 8", "Other 3"]
+    assert lines[3].startswith("policy.draft.ttt_steps: got an unknown key; valid names here: algo, ")
+    assert lines[4].startswith("policy.draft.algo: got 'othr'; must be one of 'eagle3', 'other'")
+    assert lines[5] == "policy.draft.num_depth: got an unknown key; the nearest valid name is policy.draft.num_depths"

@@ -7,10 +7,11 @@ Who does what, from the bottom up (an upper file may import a lower one, never t
     architecture  the draft's shape as a value, the tensors it has
     adapters      published config.json and tensor names <-> that value
     spec          DraftSpec: everything resolved and checked on the driver
-    attention     trunk-and-branch attention of an unrolled draft
+    attention     trunk-and-branch attention of an unrolled draft      losses  chunked distillation
+    metrics       names of the (num, den) pairs, the acceptance length that they predict
     models/       the drafts' modules
     builders      DraftSpec -> module: new, or from a directory
-    losses        chunked distillation with its metrics      capture  features from the policy's own forward
+    capture       features from the policy's own forward
     publish       what is trained, sent and exported, under which names
     checkpoint    draft_meta.json, safetensors, export
     runtime       _DraftRuntimeBase, the seam that the training worker talks to
@@ -33,12 +34,9 @@ _HOMES = {
     "expected_acceptance_length": "metrics",
     "resolve_draft_spec": "spec",
     "resolve_spec": "registry",
-    "speculative_config": "spec",
 }
 
-__all__ = [  # noqa: PLE0604 - the names of the table
-    *sorted(_HOMES)
-]
+__all__ = [*sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:

@@ -140,9 +140,7 @@ def _read_native(raw: Mapping[str, Any], architecture: str) -> SourceConfig:
         ("use_mtp_layernorm", True),
     ):
         if key in eagle and bool(eagle[key]) is bad:
-            raise ConfigError(
-                f"{KEY}: eagle_config.{key} is {eagle[key]}; such drafts cannot be served. Use another draft."
-            )
+            raise ConfigError(f"{KEY}: eagle_config.{key} is {eagle[key]}; such drafts cannot be served. Use another.")
     if raw.get("parallel_drafting") or eagle.get("parallel_draft_step", 1) not in (None, 1):
         raise ConfigError(
             f"{KEY}: the draft proposes in parallel (P-EAGLE); policy.draft.algo is eagle3. Use another draft."
@@ -165,7 +163,7 @@ def _read_speculators(raw: Mapping[str, Any]) -> SourceConfig:
     kind = raw["speculators_model_type"]
     if kind != "eagle3":
         raise ConfigError(
-            f"{KEY}: its config.json has speculators_model_type {kind!r}; policy.draft.algo is eagle3. Use an eagle3 draft."
+            f"{KEY}: its config.json has speculators_model_type {kind!r}; policy.draft.algo is eagle3. Use that."
         )
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, Mapping) or layer.get("model_type") not in ("llama", "qwen3"):
@@ -240,8 +238,8 @@ def flat_rope(raw: Mapping[str, Any], *, key: str) -> dict[str, Any]:
     theta = table.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ConfigError(
-            f"{key}: its config.json has neither rope_theta nor rope_parameters.rope_theta. Add the base that the model "
-            "was trained with; it is never defaulted."
+            f"{key}: its config.json has neither rope_theta nor rope_parameters.rope_theta. Add the base that the "
+            "model was trained with; it is never defaulted."
         )
     if "rope_theta" in raw and "rope_theta" in table and raw["rope_theta"] != table["rope_theta"]:
         raise ConfigError(f"{key}: rope_theta is {raw['rope_theta']} and {table['rope_theta']} in rope_parameters.")
@@ -249,8 +247,8 @@ def flat_rope(raw: Mapping[str, Any], *, key: str) -> dict[str, Any]:
     rope_type = "default" if rope_type == "mrope" else rope_type
     if rope_type not in _STATIC_ROPE_TYPES:
         raise ConfigError(
-            f"{key}: rope_type is {rope_type!r}; must be one of {list(_STATIC_ROPE_TYPES)}: the frequencies of the others "
-            "depend on the sequence length, so training and serving would differ."
+            f"{key}: rope_type is {rope_type!r}; must be one of {list(_STATIC_ROPE_TYPES)}: the frequencies of the "
+            "others depend on the sequence length, so training and serving would differ."
         )
     if is_multimodal:
         table = {k: v for k, v in table.items() if k not in _MULTIMODAL_ROPE_KEYS}
@@ -403,8 +401,8 @@ def normalize_names(names: Iterable[str]) -> NormalizedNames:
             continue
         if any(part in name for part in _FUSED):
             raise CheckpointError(
-                f"tensor {stored} is fused; whether its rows are grouped by head or by kind is not recorded. Export the "
-                "draft with separate q/k/v and gate/up projections."
+                f"tensor {stored} is fused; whether its rows are grouped by head or by kind is not recorded. Export "
+                "the draft with separate q/k/v and gate/up projections."
             )
         if name in canonical:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The shape of an EAGLE-type draft as one plain value, and the tensors that it consists of. Nothing here needs torch."""
+"""The shape of an EAGLE-type draft as one plain value, and the tensors it consists of. Nothing here needs torch."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ def _plain_backward(
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout, scale: float) -> tuple[Tensor, ...]:
-    """Flash attention over packed segments; causal from the bottom right, so that a segment's last query sees all keys."""
+    """Flash attention over packed segments; causal from the bottom right: a segment's last query sees all its keys."""
     out, lse, *state, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, layout.query_offsets, layout.key_offsets, layout.max_queries, layout.max_keys, 0.0, True, False,
         scale=scale,

@@ -103,7 +103,8 @@ def build_draft(
     head = _head_rows(weights, vocab, arch)
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = head.clone()
-    tensors["lm_head.weight"] = _distinct_from(tensors["lm_head.weight"].float(), head, spec.dtype)
+    if not arch.has_vocab_map:
+        tensors["lm_head.weight"] = _distinct_from(tensors["lm_head.weight"].float(), head, spec.dtype)
     _assign(module, tensors, draft_dir)
     return BuiltDraft(module, vocab, embedding)
 

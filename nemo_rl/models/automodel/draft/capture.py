@@ -44,8 +44,8 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
         if isinstance(container, (nn.ModuleList, nn.ModuleDict)) and len(container) == num_layers:
             return list(container.values()) if isinstance(container, nn.ModuleDict) else list(container)
     raise RuntimeError(
-        f"{type(model).__name__}: found no {num_layers} decoder layers under any of {list(_LAYER_PATHS)}; the features of "
-        "the draft cannot be captured from this policy."
+        f"{type(model).__name__}: found no {num_layers} decoder layers under any of {list(_LAYER_PATHS)}; the features "
+        "of the draft cannot be captured from this policy."
     )
 
 
@@ -104,8 +104,8 @@ class FeatureCapture:
         missing = [l for l in self._ids if l not in self._captured]  # noqa: E741
         if missing:
             raise RuntimeError(
-                f"no hidden state was captured for feature ids {missing}; run the policy's forward inside capture() once "
-                "before each loss()."
+                f"no hidden state was captured for feature ids {missing}; run the policy's forward inside capture() "
+                "once before each loss()."
             )
         states = [full_tensor(self._captured[l]) for l in self._ids]  # noqa: E741
         self._captured = {}

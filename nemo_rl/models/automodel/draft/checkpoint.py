@@ -111,8 +111,8 @@ def check_meta(directory: Path, spec: DraftSpec, vocab: VocabMap | None) -> None
     stored, wanted = read_meta(directory), _meta(spec, vocab)
     if stored["algo"] != wanted["algo"]:
         raise CheckpointError(
-            f"{directory}: holds a draft of algorithm {stored['algo']!r}; this run has policy.draft.algo {spec.algo!r}. "
-            "Resume with the algorithm that it was written with."
+            f"{directory}: holds a draft of algorithm {stored['algo']!r}; this run has policy.draft.algo "
+            f"{spec.algo!r}. Resume with the algorithm that it was written with."
         )
     old, new = stored["spec"], json.loads(json.dumps(wanted["spec"]))
     differing = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))

@@ -140,5 +140,8 @@ class Eagle3DraftConfig(DraftConfigBase):
         return self.ttt_steps
 
 
+DefaultDraftConfig = Eagle3DraftConfig
+"""What `policy.draft` is when it names no `algo`."""
+
 DraftConfig = Annotated[Eagle3DraftConfig, Field()]
 """Schema of `policy.draft`. With a second class: ``Annotated[A | B, Field(discriminator="algo")]``."""

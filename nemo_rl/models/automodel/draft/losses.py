@@ -175,7 +175,7 @@ class _TeacherRows(NamedTuple):
 
 
 def _teacher_rows(z: Tensor, vocab_ids: Tensor | None, is_draft_id: Tensor | None) -> _TeacherRows:
-    """Read teacher logits [u, V]; columns are picked by id, because a mask would reorder a map that is not ascending."""
+    """Read teacher logits [u, V]; columns are picked by id: a mask would reorder a map that is not ascending."""
     top = z.argmax(-1)
     log_total = z.logsumexp(-1)
     if vocab_ids is None:

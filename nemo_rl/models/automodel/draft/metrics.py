@@ -1,12 +1,19 @@
 """Metrics of a draft as (numerator, denominator) pairs, and the acceptance length that they predict. Needs no torch.
 
-`_{j}` counts draft tokens from 1: `j` is the j-th token that the draft proposes. Sums run over supervised elements only.
+`_{j}` counts draft tokens from 1: `j` is the j-th token that the draft proposes. Sums run over supervised elements.
 
-    loss               the draft loss / 1            loss_depth_{k}   soft cross-entropy at depth k = j - 1
-    kl_{j}             KL(teacher || draft)          top1_{j}         the draft's choice is the policy's most likely token
-    hit_{j}            ... is the sampled token      accept_greedy_{j}   policy's probability of the draft's choice
-    accept_overlap_{j} sum of min(policy, draft)     prefix_{top1,overlap,greedy as hit,overlap,greedy}_{j}   products over 1..j
-    coverage           policy's mass on draft ids    argmax_in_vocab  the policy's most likely token is a draft id
+    loss                      the draft loss / 1
+    loss_depth_{k}            soft cross-entropy at depth k = j - 1
+    kl_{j}                    KL(policy || draft) over the draft's ids
+    top1_{j}                  the draft's choice is the policy's most likely token
+    hit_{j}                   the draft's choice is the sampled token
+    accept_greedy_{j}         the policy's probability of the draft's choice
+    accept_overlap_{j}        sum over tokens of min(policy, draft)
+    prefix_hit_{j}            products over ordinals 1..j of top1,
+    prefix_greedy_{j}           of accept_greedy,
+    prefix_overlap_{j}          of accept_overlap; per chain that is supervised so far
+    coverage                  the policy's mass on the draft's ids
+    argmax_in_vocab           the policy's most likely token is a draft id
     documents_without_chain   documents with nothing to learn from
 """
 
@@ -26,8 +33,8 @@ def expected_acceptance_length(
     """Tokens that one verification step of the engine emits, as the training batch predicts it.
 
     `1 + sum over j of P(the first j draft tokens are accepted)`; the 1 is the policy's own token, so the value compares
-    with the engine's `1 + accepted / drafts`. Ratios are formed per j and then added: pooling the numerators would count
-    chains that end with their document as rejections.
+    with the engine's `1 + accepted / drafts`. Ratios are formed per j and then added: pooling the numerators would
+    count chains that end with their document as rejections.
 
     Args:
         metrics: pairs summed over micro-batches and ranks.

@@ -1,6 +1,7 @@
 """What a draft trains, shares and sends, and under which names: the same function for the wire and for the export.
 
-A name on the wire is `draft.` and the name in the exported file. Embedding and head are declared, not guessed from names.
+A name on the wire is `draft.` and the name in the exported file. Whether embedding and head are trained is declared,
+not guessed from names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The seam between the training worker and a draft.
 
-Per optimizer step the worker calls `begin_global_batch` once, then per micro-batch `capture` around the policy's forward
-and `loss` on its raw logits. Losses are already divided by global counts, so micro-batches and ranks are summed; where
-gradients are averaged over ranks the worker multiplies by their number.
+Per optimizer step the worker calls `begin_global_batch` once, then per micro-batch `capture` around the policy's
+forward and `loss` on its raw logits. Losses are already divided by global counts, so micro-batches and ranks are
+summed; where gradients are averaged over ranks the worker multiplies by their number.
 
 Shape symbols: B samples, T their padded length, R rows, S row length, V target ids.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.automodel.draft.builders import BuiltDraft
@@ -223,12 +223,18 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
 
     # -- publishing and saving ---------------------------------------------------------------------------------------
 
+    def _reshard(self) -> None:
+        """Between a forward and its backward the module holds gathered copies in the compute dtype; drop them."""
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()
+
     def manifest(self) -> dict[str, TensorInfo]:
         """Name (no `draft.` prefix) to shape and dtype of what each refit sends."""
         return manifest(self.spec)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (`draft.` name, whole tensor of the serving dtype). Collective; every rank must exhaust it."""
+        self._reshard()
         for name, tensor in published_tensors(self.module, self.spec):
             yield DRAFT_PREFIX + name, tensor
 
@@ -239,6 +245,7 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
             directory: created if absent.
         """
         is_writer = not dist.is_initialized() or dist.get_rank() == 0
+        self._reshard()
         tensors = {}
         for name, tensor in published_tensors(self.module, self.spec):
             if is_writer:
@@ -248,6 +255,7 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """fp32 parameters (DTensors when sharded) and the vocabulary's offsets, for a checkpoint."""
+        self._reshard()
         state = {clean_name(name): tensor for name, tensor in self.module.state_dict().items()}
         if self._vocab is not None:
             state["d2t"] = torch.tensor(self._vocab.d2t, dtype=torch.int64)
@@ -264,6 +272,7 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
         stored = None if d2t is None else d2t.tolist()
         if stored != (None if self._vocab is None else self._vocab.d2t):
             raise CheckpointError("the checkpoint's draft vocabulary (d2t) is not the one of this run's draft.")
+        self._reshard()
         own = self.module.state_dict()
         by_clean_name = {clean_name(name): name for name in own}
         if by_clean_name.keys() != state.keys():

@@ -25,7 +25,7 @@ from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
 from nemo_rl.models.automodel.draft.weight_files import WeightFiles, read_integers
 
-__all__ = ["DraftSpec", "resolve_draft_spec", "speculative_config"]
+__all__ = ["DraftSpec", "read_vocabulary", "resolve_draft_spec"]
 
 K_KEY = "policy.generation.vllm_kwargs.speculative_config.num_speculative_tokens"
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -68,8 +68,16 @@ class DraftSpec:
         return tuple(trained_tensor_shapes(self.architecture))
 
     def speculative_config(self, *, model_dir: str) -> dict[str, Any]:
-        """See :func:`speculative_config`."""
-        return speculative_config(self, model_dir=model_dir, k=self.num_speculative_tokens)
+        """What the engine's `speculative_config` must hold to serve the draft.
+
+        Args:
+            model_dir: where it was exported to.
+        """
+        return {
+            "method": self.serving_method,
+            "model": model_dir,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
 
     def describe(self) -> str:
         """One line for a person: algorithm, size, features, where the weights come from."""
@@ -80,17 +88,6 @@ class DraftSpec:
             f"{self.algo}, {arch.num_hidden_layers} layer, hidden size {arch.hidden_size}, {arch.draft_vocab_size} of "
             f"{arch.vocab_size} tokens, features after layers {features}, {origin}"
         )
-
-
-def speculative_config(spec: DraftSpec, *, model_dir: str, k: int) -> dict[str, Any]:
-    """What the engine's `speculative_config` must hold to serve the draft.
-
-    Args:
-        spec: the draft.
-        model_dir: where it was exported to.
-        k: tokens proposed per step.
-    """
-    return {"method": spec.serving_method, "model": model_dir, "num_speculative_tokens": k}
 
 
 def resolve_draft_spec(
@@ -165,8 +162,8 @@ def _check_k(cfg: Eagle3DraftConfig, k: int) -> None:
         raise ConfigError(f"{K_KEY}: got {k!r}; must be an integer >= 1. Set it to the tokens to propose per step.")
     if k > limit:
         raise ConfigError(
-            f"{K_KEY}: got {k}; the draft is trained to propose at most {limit}. Lower it or set policy.draft.ttt_steps "
-            f">= {k}."
+            f"{K_KEY}: got {k}; the draft is trained to propose at most {limit}. Lower it or set "
+            f"policy.draft.ttt_steps >= {k}."
         )
 
 
@@ -215,8 +212,8 @@ def _chosen_ids(cfg: Eagle3DraftConfig, num_layers: int) -> tuple[int, ...]:
     ids = default_feature_ids(num_layers)
     if not 1 <= ids[0] < ids[1] < ids[2]:
         raise ConfigError(
-            f"policy.draft.aux_layer_indices: got null; the default (layers 1, N/2-1, N-4) is no three different layers "
-            f"for a policy of {num_layers} layers. Set it, e.g. to {list(range(min(3, max(1, num_layers - 1))))}."
+            f"policy.draft.aux_layer_indices: got null; the default (layers 1, N/2-1, N-4) is no three different "
+            f"layers for a policy of {num_layers} layers. Set it, e.g. to {list(range(min(3, max(1, num_layers - 1))))}."
         )
     return ids
 
@@ -240,8 +237,8 @@ def _from_source(cfg: Eagle3DraftConfig, source: SourceConfig, num_layers: int) 
             )
     if source.is_norm_output_ambiguous and "norm_output" not in stated:
         raise ConfigError(
-            "policy.draft.norm_output: got nothing, and the draft's config.json turns it on. Some publishers mean that the "
-            "normed state is fed to the next depth (so does the engine), others only that the head reads it. Set "
+            "policy.draft.norm_output: got nothing, and the draft's config.json turns it on. Some publishers mean that "
+            "the normed state is fed to the next depth (so does the engine), others only that the head reads it. Set "
             "policy.draft.norm_output: true if it was trained the first way; the second kind cannot be served."
         )
     return DraftArchitecture(**fields, feature_ids=_source_ids(cfg, source, num_layers))
@@ -259,13 +256,13 @@ def _source_ids(cfg: Eagle3DraftConfig, source: SourceConfig, num_layers: int) -
     if chosen is None:
         if source.publisher == "automodel":
             raise ConfigError(
-                "policy.draft.aux_layer_indices: got null, and the draft's publisher never writes the layers that it was "
-                "trained on. Set them (counted from 0)."
+                "policy.draft.aux_layer_indices: got null, and the draft's publisher never writes the layers that it "
+                "was trained on. Set them (counted from 0)."
             )
         chosen = _chosen_ids(cfg, num_layers)
     if source.num_features not in (None, len(chosen)):
         raise ConfigError(
-            f"policy.draft.aux_layer_indices: got {len(chosen)} layers; the draft reads {source.num_features}. Set that many."
+            f"policy.draft.aux_layer_indices: got {len(chosen)} layers; it reads {source.num_features}. Set that many."
         )
     return chosen
 
@@ -278,14 +275,14 @@ def _check_feature_ids(ids: Sequence[int], num_layers: int, *, allow_boundary: b
     shown = [i - 1 for i in ids]
     if list(ids) != sorted(set(ids)) or not ids:
         raise ConfigError(
-            f"policy.draft.aux_layer_indices: got {shown}; must be distinct and increasing, because the engine sorts them "
-            "and drops repeated ones."
+            f"policy.draft.aux_layer_indices: got {shown}; must be distinct and increasing, because the engine sorts "
+            "them and drops repeated ones."
         )
     outside = [i - 1 for i in ids if not low <= i <= high]
     if outside:
         raise ConfigError(
             f"policy.draft.aux_layer_indices: got {shown}; {outside} is outside {low - 1}..{high - 1} for a policy of "
-            f"{num_layers} layers. Choose layers inside, or set policy.draft.allow_boundary_layers for -1 and the last one."
+            f"{num_layers} layers. Choose others, or set policy.draft.allow_boundary_layers for -1 and the last one."
         )
 
 
@@ -328,8 +325,8 @@ def _check_geometry(arch: DraftArchitecture, device: str | None) -> None:
         )
     if device == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
-            f"policy.draft.head_dim: got {arch.head_dim}; the engine's CPU attention supports {list(CPU_HEAD_DIMS)}. Set "
-            "policy.draft.head_dim to one of them."
+            f"policy.draft.head_dim: got {arch.head_dim}; the engine's CPU attention supports {list(CPU_HEAD_DIMS)}. "
+            "Set policy.draft.head_dim to one of them."
         )
 
 
@@ -355,8 +352,8 @@ def _vocabulary(
         return None
     if given is None:
         raise ConfigError(
-            f"policy.draft.draft_vocab_size: got {size} of {total} for a draft from scratch; which ids it holds must come "
-            "from token counts. Set it to null, or start from a directory whose d2t says so (policy.draft.model_name)."
+            f"policy.draft.draft_vocab_size: got {size} of {total} for a draft from scratch; which ids it holds must "
+            "come from token counts. Set it to null, or start from a directory whose d2t says so (policy.draft.model_name)."
         )
     try:
         mapping = VocabMap(tuple(given), total)
@@ -400,7 +397,7 @@ def read_vocabulary(tables: Mapping[str, Sequence[int]], arch: DraftArchitecture
     if d2t is None:
         if arch.has_vocab_map:
             raise VocabMapError(
-                f"the draft proposes {arch.draft_vocab_size} of {arch.vocab_size} ids and has no d2t table that says which"
+                f"the draft proposes {arch.draft_vocab_size} of {arch.vocab_size} ids and has no d2t that says which"
             )
         return None
     mapping = VocabMap.from_tables(d2t, vocab_size=arch.vocab_size, draft_vocab_size=arch.draft_vocab_size, t2d=t2d)

@@ -111,7 +111,8 @@ def select_vocab(
         min_coverage: least share of the counted tokens that the chosen ids must hold.
 
     Returns:
-        Ascending map. Ties go to the smaller id; with fewer distinct ids than asked for, the smallest unused ids fill up.
+        Ascending map. Ties go to the smaller id; with fewer distinct ids than asked for, the smallest unused ones
+        fill up.
     """
     must = sorted(set(always))
     if len(must) > draft_vocab_size:

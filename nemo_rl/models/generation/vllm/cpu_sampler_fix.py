@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def expand_batch_to_tokens(
 
 def stock_is_defective() -> bool:
     """Run vLLM's own function on a small CPU input and look at the result."""
+    current_platform.register_triton_kernel_overrides()  # the CPU kernels; an engine's process does it anyway
     x = torch.tensor([0.5, 0.0, 2.0])
     counts = torch.tensor([2, 5, 6], dtype=torch.int32)
     expected = torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0, 2.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,15 +13,8 @@ from tests.tiny_models import write_tiny_policy
 from tests.unit.models.policy.gloo_pool import GlooPool
 
 
-def pytest_collection_modifyitems(items):
-    here = Path(__file__).parent
-    for item in items:
-        if here in Path(item.fspath).parents:
-            item.add_marker(pytest.mark.automodel)
-
-
 @pytest.fixture(scope="session")
-def pools():
+def pools() -> Iterator[dict[int, GlooPool]]:
     """One and two ranks; both start at once, because importing takes them seconds."""
     started = {1: GlooPool(1), 2: GlooPool(2)}
     yield started
@@ -30,10 +23,10 @@ def pools():
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory) -> str:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_policy(tmp_path_factory.mktemp("policy"), layers=2, heads=4, kv=2))
 
 
 @pytest.fixture(scope="session")
-def tied_model_dir(tmp_path_factory) -> str:
+def tied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_policy(tmp_path_factory.mktemp("tied"), layers=1, tie=True))

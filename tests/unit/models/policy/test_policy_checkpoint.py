@@ -64,6 +64,15 @@ def test_one_rank_resumes_what_two_ranks_wrote(pools, config, data, saved):
         torch.testing.assert_close(after[0]["final"][name], tensor, rtol=1e-5, atol=2e-6)
 
 
+def test_one_rank_loads_what_tensor_parallel_ranks_wrote(pools, config, model_dir, data, tmp_path):
+    sharded = make_config(model_dir, scheduler=SCHEDULE, dtensor_cfg={"tensor_parallel_size": 2})
+    before = pools[2].run(scenarios.save_then_continue, sharded, data, str(tmp_path), num_before=1)
+    after = pools[1].run(scenarios.load_then_continue, config, data, str(tmp_path), num_before=1)
+    assert all(torch.equal(after[0]["saved"][name], tensor) for name, tensor in before[0]["saved"].items())
+    for name, tensor in before[0]["final"].items():  # two more steps: the moments were restored as well
+        torch.testing.assert_close(after[0]["final"][name], tensor, rtol=1e-5, atol=5e-6)
+
+
 def test_checkpoint_before_the_first_step_is_exact(pools, config, data, tmp_path):
     before = pools[1].run(scenarios.save_then_continue, config, data, str(tmp_path), num_before=0)
     after = pools[1].run(scenarios.load_then_continue, config, data, str(tmp_path), num_before=0)

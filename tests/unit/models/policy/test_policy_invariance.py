@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.unit.models.policy import scenarios
 from tests.unit.models.policy.scenarios import fold, make_batch, make_config, train_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.unit.models.policy import scenarios
 from tests.unit.models.policy.scenarios import TEMPERATURE, make_batch, make_config
@@ -86,3 +87,41 @@ def test_padding_content_does_not_matter(pools, model_dir, data):
     changed["input_ids"] = torch.where(padding, 77, data["input_ids"])
     before, after = (pools[1].run(scenarios.logprobs, make_config(model_dir), d)[0] for d in (data, changed))
     assert torch.equal(before, after)
+
+
+def write_family(family, directory) -> str:
+    """A random policy of another family, as transformers saves it."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.15,
+    }
+    torch.manual_seed(0)
+    if family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.float().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_other_families(pools, data, tmp_path, family):
+    """Packed log-probabilities and the weight stream of the families that nemo_automodel implements itself."""
+    directory = write_family(family, tmp_path / family)
+    config = make_config(directory, sequence_packing=PACKED)
+    got = pools[1].run(scenarios.logprobs, config, data)[0]
+    torch.testing.assert_close(got, transformers_logprobs(directory, data), rtol=1e-5, atol=1e-5)
+    payload = pools[1].run(scenarios.gather, config)[0]
+    stored = load_file(tmp_path / family / "model.safetensors")
+    assert set(payload.tensors) == set(stored) | {"lm_head.weight"}
+    assert all(torch.equal(torch.from_numpy(payload.tensors[name]), t) for name, t in stored.items())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.automodel.setup import build_optimizer_group, build_scheduler
+from nemo_rl.models.automodel.setup import build_optimizer_group, build_scheduler, check_parallel_sizes
 from nemo_rl.models.policy.config import SchedulerEntry
 from tests.unit.models.policy import scenarios
 from tests.unit.models.policy.scenarios import make_config
@@ -58,6 +58,21 @@ def test_wrong_optimizer_is_named(kwargs, words):
     with pytest.raises(ConfigError) as info:
         build(**kwargs)
     assert all(word in str(info.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("dtensor", "world_size", "key"),
+    [
+        ({"context_parallel_size": 2}, 2, "context_parallel_size: got 2"),
+        ({"tensor_parallel_size": 2}, 3, "tensor_parallel_size: got 2"),
+        ({}, 3, "train_global_batch_size: got 8"),
+    ],
+    ids=["context-parallel", "tensor-parallel", "batch"],
+)
+def test_layouts_that_cannot_be_formed_are_refused(model_dir, dtensor, world_size, key):
+    config = make_config(model_dir, dtensor_cfg=dtensor)
+    with pytest.raises(ConfigError, match=key):
+        check_parallel_sizes(config.policy, world_size=world_size)
 
 
 def test_optimizer_without_weight_decay_argument():

@@ -1,15 +1,16 @@
 """The EAGLE-3 draft: fused policy features, a decoder layer over [embedding; hidden], unrolled over depths.
 
-Written anew rather than on nemo_automodel's `LlamaEagle3DraftModel`, which differs from what the engine serves: it has no
-`norm_before_residual`, no second layer, names tensors under `model.`, rounds RoPE frequencies with `.to(bfloat16)`, and
-computes dense attention, MLP and head for every position at every depth. Here positions that nothing supervised depends
-on are never computed: the trunk of depth 0 gives keys and values for all positions, queries exist only for active slots.
+Written anew rather than on nemo_automodel's `LlamaEagle3DraftModel`, which differs from what the engine serves: it
+has no `norm_before_residual`, no second layer, names tensors under `model.`, rounds RoPE frequencies with
+`.to(bfloat16)`, and computes attention, MLP and head for every position at every depth. Here positions that nothing
+supervised depends on are never computed: the trunk of depth 0 gives keys and values for all positions, queries exist
+only for active slots.
 
 Shape symbols: N trunk rows, n_k active slots at depth k, E supervised elements, H width, A query heads, G key heads,
 d head width, F concatenated features, V target ids, M rows of teacher logits.
 
-Worked example (x0 x1 prompt, x2..x5 sampled), depth k of slot t: token x[t+1+k], hidden fc(f[t]) for k = 0 else the output
-of depth k - 1 at the same slot, RoPE position t + k, teacher p[t+1+k], predicts x[t+2+k].
+Worked example (x0 x1 prompt, x2..x5 sampled), depth k of slot t: token x[t+1+k], hidden fc(f[t]) for k = 0 else the
+output of depth k - 1 at the same slot, RoPE position t + k, teacher p[t+1+k], predicts x[t+2+k].
 
     k  slots    tokens    positions  predicts
     0  1 2 3    x2 x3 x4  1 2 3      x3 x4 x5
@@ -23,7 +24,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
@@ -333,7 +334,7 @@ class DraftMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm; statistics in fp32 (or wider), rounded before the weight is applied, as the engine does."""
+    """Root-mean-square norm; statistics in fp32 or wider, rounded before the weight is applied, as the engine does."""
 
     def __init__(self, size: int, eps: float) -> None:
         """Create the weight.
@@ -353,7 +354,7 @@ class RMSNorm(nn.Module):
 
 
 class RopeFrequencies:
-    """cos and sin of positions. A plain object, not a module: `.to(bfloat16)`, sharding and checkpoints cannot touch it.
+    """cos and sin of positions. No module, so that `.to(bfloat16)`, sharding and checkpoints cannot touch it.
 
     Frequencies come from the config in fp32; rounding them to bfloat16 gives phase errors of radians at long positions.
     """

@@ -31,7 +31,7 @@ def _plan(mask: str, *, depths: int, rule: str = "contiguous", docs: str | None 
 
 
 def test_six_token_table():
-    """Prompt x0 x1, response x2..x5, K = 3: rows (k, slot, token, position, teacher, predicts) of the charged elements."""
+    """Prompt x0 x1, response x2..x5, K = 3: (k, slot, token, position, teacher, predicts) of each charged element."""
     plan, charged = _plan("001111", depths=3)
     u = plan.unroll
     starts = torch.tensor([0, *u.num_active]).cumsum(0)

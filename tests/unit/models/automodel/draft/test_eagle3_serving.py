@@ -1,7 +1,7 @@
 """Serve parity: what the trainer computes at every depth is what an engine computes when it drafts.
 
-The oracle recomputes the whole prefix for every proposal from the policy's hidden states, in plain tensor operations: row
-i holds token x[i+1], feature i and position i; a proposal appends (its embedding, the previous output) at the next
+The oracle recomputes the whole prefix for every proposal from the policy's hidden states, in plain tensor operations:
+row i holds token x[i+1], feature i and position i; a proposal appends (its embedding, the previous output) at the next
 position.
 """
 
@@ -160,7 +160,7 @@ def test_trainer_and_engine_draft_the_same_chain(policy, settings):
         want, want_logits = engine_draft(weights, arch, embedding, tokens, after, features, K)
         got, got_logits = trainer_draft(runtime, embedding, tokens, after, features, K)
         assert got == want
-        torch.testing.assert_close(got_logits, want_logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got_logits, want_logits, rtol=1e-3, atol=1e-3)
         distinct |= set(want)
     assert len(distinct) > 3, "a constant chain would hide an error"
 
@@ -188,7 +188,7 @@ def test_parity_fails_when_the_alignment_is_off_by_one(policy, fault, monkeypatc
     shown = [tokens[0], *tokens] if fault == "token" else tokens
     given = torch.cat([given[:1], given]) if fault == "token" else given
     _, got = trainer_draft(runtime, embedding, shown[: len(tokens)], 12, given[: len(tokens)], 3)
-    assert (got - want).abs().max() > 1e-2
+    assert (got - want).abs().max() > 0.1
 
 
 def test_training_on_one_batch_lowers_the_loss_and_raises_acceptance(policy):
@@ -220,11 +220,11 @@ def test_training_on_one_batch_lowers_the_loss_and_raises_acceptance(policy):
         )
         optimizer = torch.optim.AdamW(runtime.param_group()["params"], lr=3e-3)
         history = []
-        for step in range(25):
+        for step in range(60):
             runtime.begin_global_batch(batch, step=step, dp_group=None, policy_model=policy)
             mb = to_microbatch(batch, [0, 1, 2, 3])
             with torch.no_grad(), runtime.capture(policy):
-                logits = policy(mb.input_ids).logits
+                logits = 3.0 * policy(mb.input_ids).logits  # a policy that is sure of its choice
             out = runtime.loss(mb, logits.roll(shift, 1))
             out.loss.backward()
             optimizer.step()
@@ -234,10 +234,10 @@ def test_training_on_one_batch_lowers_the_loss_and_raises_acceptance(policy):
         return history, hits
 
     history, hits = train(0)
-    assert history[-1][0] < 0.6 * history[0][0]
-    assert hits > 0.9
+    assert history[-1][0] < 0.5 * history[0][0]
+    assert hits > 0.9, hits
     assert (
         expected_acceptance_length(history[-1][1], "hit") > 3.0 > 2.0 > expected_acceptance_length(history[0][1], "hit")
     )
     _, shifted_hits = train(1)
-    assert shifted_hits < 0.6
+    assert shifted_hits < 0.6, shifted_hits

@@ -24,7 +24,7 @@ from tests.unit.models.generation.vllm import counting_models as counting
 
 _NEEDS_ENGINE = {"served", "reference_model"}
 STOP_TOKEN = 300
-MAX_LEN = 64
+MAX_LEN = 96
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -88,7 +88,7 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def served(model_dirs: tuple[Path, Path]) -> Iterator[Served]:
     """A speculative engine (K=3, temperature 1.3) that holds the counting policy and the counting draft."""
     policy_dir, draft_dir = model_dirs
-    worker = make_worker(policy_dir, generation_config(stop_strings=("<never>",), vllm_kwargs={"block_size": 16}))
+    worker = make_worker(policy_dir, generation_config(stop_strings=("<never>",), vllm_kwargs={"block_size": 32}))
     from safetensors.torch import load_file
 
     policy = load_file(str(policy_dir / "model.safetensors"))

@@ -39,7 +39,7 @@ def write_counting_policy(directory: Path, *, tie: bool = False) -> Weights:
     weights["model.norm.weight"] = torch.ones(HIDDEN)
     for name, tensor in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.mul_(0.4)
+            tensor.mul_(0.3)
     if not tie:
         head = points.roll(1, 0) * (SHARPNESS / math.sqrt(HIDDEN))
         head[_eos(directory)] = 0.0
@@ -53,7 +53,7 @@ def write_counting_draft(directory: Path, policy_dir: Path, *, head: Tensor | No
     """Write the draft; returns its tensors (float32, export names). `head` replaces the one that counts."""
     config = json.loads((policy_dir / "config.json").read_text())
     points = _points(config["vocab_size"])
-    rotation = torch.linalg.lstsq(points, points.roll(-1, 0)).solution.T  # e_{t+1} = rotation @ e_t
+    rotation = _rotation(config["vocab_size"])
     generator = torch.Generator().manual_seed(7)
 
     def small(*shape: int) -> Tensor:
@@ -138,9 +138,19 @@ def make_payload(version: int, policy: Weights, draft: Weights) -> RefitPayload:
     )
 
 
+def _frequencies(vocab_size: int) -> Tensor:
+    return 2 * math.pi * torch.arange(HIDDEN // 2).double() / vocab_size
+
+
+def _rotation(vocab_size: int) -> Tensor:
+    """R with e_{t+1} = R e_t."""
+    blocks = [torch.tensor([[a.cos(), -a.sin()], [a.sin(), a.cos()]]) for a in _frequencies(vocab_size)]
+    return torch.block_diag(*blocks).float()
+
+
 def _points(vocab_size: int) -> Tensor:
-    frequencies = torch.cat([torch.zeros(1), torch.arange(1, HIDDEN // 2)]).double()
-    angles = 2 * math.pi * torch.arange(vocab_size).double()[:, None] * frequencies / vocab_size
+    """float32 [vocab, HIDDEN]: e_t."""
+    angles = torch.arange(vocab_size).double()[:, None] * _frequencies(vocab_size)
     points = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)
     return points.float().contiguous()
 
