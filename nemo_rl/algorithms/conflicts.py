@@ -118,6 +118,12 @@ def _policy_conflicts(cfg: MasterConfig) -> list[str]:
             f"grpo.num_prompts_per_step x grpo.num_generations_per_prompt ({cfg.rollout_batch_size}). "
             f"Set it to {cfg.rollout_batch_size} for one optimizer step per rollout batch."
         )
+    draft_batch = policy.draft.train_global_batch_size
+    if policy.draft_enabled and draft_batch is not None and policy.train_global_batch_size % draft_batch:
+        found.append(
+            f"policy.draft.train_global_batch_size: got {draft_batch}; must divide policy.train_global_batch_size "
+            f"({policy.train_global_batch_size}). Use one of its divisors, or null for one draft update per policy update."
+        )
     return found
 
 

@@ -345,6 +345,7 @@ def grpo_step(c: GRPOComponents, source: PromptSource) -> dict[str, float] | Non
 
     with timer.time("refit"):
         report = c.synchronizer.sync(state.step)
+        c.policy.offload_after_refit()
     metrics |= {
         "refit/version": float(report.version),
         "refit/verified": float(report.verified),

@@ -170,6 +170,7 @@ def setup(
     )
     synchronizer = WeightSynchronizer(policy, generation)
     synchronizer.sync(state.step)
+    policy.offload_after_refit()
     if cfg.policy.generation.sampling_check.enabled:
         progress.status("checking the engines' sampling")
         check = generation.sampling_self_check()

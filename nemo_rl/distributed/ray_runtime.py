@@ -57,8 +57,13 @@ LOCAL_CLUSTER_ENV = {
     "AUTOSCALER_METRIC_PORT": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-SYSTEM_CONFIG = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
-"""No idle workers started ahead: ours have an environment of their own and could not use them."""
+SYSTEM_CONFIG = {
+    # No idle workers started ahead: ours have an environment of their own and could not use them.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+    "worker_register_timeout_seconds": 180,  # a Python process that starts on a busy machine takes its time
+}
+START_ATTEMPTS = 2
 
 
 @dataclass(frozen=True)
@@ -207,11 +212,27 @@ def socket_base_dir(preferred: str | Path | None = None) -> Path:
 
 
 def _start_local(cluster_cfg: ClusterConfig, *, device: str, log_dir: Path | None) -> _Session:
+    """Start a cluster; once more if Ray gave up on itself, which it does after 30 s of a busy machine."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            return _try_start_local(cluster_cfg, device=device, log_dir=log_dir)
+        except ConfigError:
+            raise
+        except Exception as err:
+            if attempt == START_ATTEMPTS:
+                kept = f" Its logs are in {log_dir / 'ray'}." if log_dir else ""
+                raise WorkerError(f"Ray did not start on this machine: {err}.{kept}") from err
+            log.warning("Ray did not start (%s); trying once more.", err)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _try_start_local(cluster_cfg: ClusterConfig, *, device: str, log_dir: Path | None) -> _Session:
     base = socket_base_dir()
     _remove_stale_run_dirs(base)
     run_dir, lock_fd = _make_run_dir(base)
     me = psutil.Process()
     before = set(me.children())
+    session = _Session(RayRuntime(device, True, "", run_dir), True, log_dir, lock_fd=lock_fd)
     try:
         (run_dir / "r").mkdir()
         store = plan_object_store(cluster_cfg.object_store_memory, fallback_dir=run_dir / "r")
@@ -232,17 +253,13 @@ def _start_local(cluster_cfg: ClusterConfig, *, device: str, log_dir: Path | Non
         address = ray.get_runtime_context().gcs_address
         if not address.startswith(f"{LOOPBACK}:"):
             raise RuntimeError(f"Ray's control store answers at {address}, not on the loopback interface")
-    except BaseException as err:
-        runtime = RayRuntime(device, True, "", run_dir)
-        started = [child for child in me.children() if child not in before]
-        _stop(_Session(runtime, True, log_dir, lock_fd=lock_fd, head_processes=started))
-        if isinstance(err, ConfigError) or not isinstance(err, Exception):
-            raise
-        kept = f" Its logs are in {log_dir / 'ray'}." if log_dir else ""
-        raise WorkerError(f"Ray did not start on this machine: {err}.{kept}") from err
-    head = [child for child in me.children() if child not in before]
-    runtime = RayRuntime(device, True, address, run_dir)
-    return _Session(runtime, True, log_dir, lock_fd=lock_fd, head_processes=head)
+    except BaseException:
+        session.head_processes = [child for child in me.children() if child not in before]
+        _stop(session)
+        raise
+    session.head_processes = [child for child in me.children() if child not in before]
+    session.runtime = RayRuntime(device, True, address, run_dir)
+    return session
 
 
 def _local_gpus(cluster_cfg: ClusterConfig, *, device: str) -> int:

@@ -75,11 +75,16 @@ def batch_problems(cfg: MasterConfig, device: Device) -> list[str]:
     policy = cfg.policy
     workers = max(1, cfg.policy_data_parallel_size(device))
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
-    if batch % workers:
-        return [
-            f"policy.train_global_batch_size: got {batch}; must be a multiple of the number of data-parallel workers "
-            f"({workers}). Use {_next_multiple(batch, workers)}, or change policy.dtensor_cfg.num_workers."
-        ]
+    draft_batch = policy.draft.train_global_batch_size if policy.draft_enabled else None
+    sizes = {"policy.train_global_batch_size": batch, "policy.draft.train_global_batch_size": draft_batch}
+    uneven = [
+        f"{key}: got {size}; must be a multiple of the number of data-parallel workers ({workers}). "
+        f"Use {_next_multiple(size, workers)}, or change policy.dtensor_cfg.num_workers."
+        for key, size in sizes.items()
+        if size is not None and size % workers
+    ]
+    if uneven:
+        return uneven
     if policy.dynamic_batching.enabled or policy.sequence_packing.enabled or batch % (workers * micro) == 0:
         return []
     return [

@@ -91,7 +91,7 @@ def build_ours(args: argparse.Namespace, data: SimpleNamespace):
             super().__init__()
             self.model = nn.Module()
             self.model.embed_tokens = nn.Embedding(args.vocab, args.hidden, _weight=data.embedding.clone())
-            self.model.layers = nn.ModuleList(Layer(s) for s in data.states)
+            self.model.layers = nn.ModuleList(Layer(s) for s in (*data.states, data.states[0]))
             self.model.norm = nn.LayerNorm(args.hidden, bias=False)
             self.lm_head = nn.Linear(args.hidden, args.vocab, bias=False)
 
@@ -142,7 +142,7 @@ def build_ours(args: argparse.Namespace, data: SimpleNamespace):
             policy()
         out = runtime.loss(micro, data.logits)
         out.loss.backward()
-        return float(out.loss)
+        return float(out.loss.detach())
 
     return step, module
 
@@ -184,7 +184,7 @@ def build_automodel(args: argparse.Namespace, data: SimpleNamespace):
             target_logits=shift(data.logits),
         )
         out.loss.backward()
-        return float(out.loss)
+        return float(out.loss.detach())
 
     return step, draft
 

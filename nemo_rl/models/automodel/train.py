@@ -155,7 +155,10 @@ class PolicyTrainer:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data: BatchedDataDict, loss_fn: LossFn, *, step: int) -> BatchResult:
-        """One optimizer step on this rank's shard of a global batch. Collective.
+        """One optimizer step of the policy on this rank's shard of a global batch. Collective.
+
+        The draft may take several in the meantime, one per `policy.draft.train_global_batch_size` samples, on the same
+        forward of the policy.
 
         Args:
             data: this rank's samples, keys of a training batch.
@@ -163,16 +166,47 @@ class PolicyTrainer:
             step: the run's step, the key of the draft's random draws.
         """
         clock = _Clock(self.parallel.device)
-        spec = microbatch_spec(self.cfg, is_training=True)
-        groups, num_steps = self._plan(data, spec)
         valid = self._global_counts(data)
         self.model.train()
         self.policy_group.optimizer.zero_grad(set_to_none=True)
+        policy_sums = _Sums(self.parallel.device)
+        num_microbatches = 0
+        draft_results: list[GroupResult] = []
+        for part in self._draft_batches(data):
+            draft_sums = _Sums(self.parallel.device)
+            num_microbatches += self._accumulate(part, loss_fn, valid, policy_sums, draft_sums, step=step, clock=clock)
+            if self.draft_group is not None:
+                with clock("draft_s"):
+                    draft_results.append(self._step_group(self.draft_group, draft_sums))
+        with clock("optimizer_s"):
+            policy_result = self._step_group(self.policy_group, policy_sums)
+        toks, seqs = valid.tolist()
+        return BatchResult(policy_result, tuple(draft_results), toks, seqs, num_microbatches, clock.seconds)
+
+    def _draft_batches(self, data: BatchedDataDict) -> list[BatchedDataDict]:
+        """This rank's part of each global batch of the draft; the whole of `data` when there is only one."""
+        size = self.cfg.draft.train_global_batch_size if self.draft is not None else None
+        part = data.size if size is None else size // self.parallel.dp_size
+        return [data.slice(start, start + part) for start in range(0, data.size, part)]
+
+    def _accumulate(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFn,
+        valid: Tensor,
+        policy_sums: _Sums,
+        draft_sums: _Sums,
+        *,
+        step: int,
+        clock: _Clock,
+    ) -> int:
+        """Forward and backward of policy and draft over one global batch of the draft; returns the micro-batches."""
+        spec = microbatch_spec(self.cfg, is_training=True)
+        groups, num_steps = self._plan(data, spec)
         if self.draft is not None:
             self.draft_group.optimizer.zero_grad(set_to_none=True)
             with clock("draft_s"):
                 self.draft.begin_global_batch(data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model)
-        policy_sums, draft_sums = _Sums(self.parallel.device), _Sums(self.parallel.device)
         for mb in make_microbatches(data, groups, spec, num_steps=num_steps, device=self.parallel.device):
             with clock("policy_fwd_bwd_s"):
                 with self.draft.capture(self.model) if self.draft is not None else nullcontext():
@@ -182,10 +216,7 @@ class PolicyTrainer:
                 with clock("draft_s"):
                     self._draft_backward(full_logits(logits), mb, draft_sums)
             del logits
-        with clock("optimizer_s"):
-            result = self._step_groups(policy_sums, draft_sums)
-        toks, seqs = valid.tolist()
-        return BatchResult(*result, toks, seqs, num_steps, clock.seconds)
+        return num_steps
 
     def _global_counts(self, data: BatchedDataDict) -> Tensor:
         mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
@@ -207,28 +238,20 @@ class PolicyTrainer:
 
     # -- update ------------------------------------------------------------------------------------------------------
 
-    def _step_groups(self, policy_sums: _Sums, draft_sums: _Sums) -> tuple[GroupResult, GroupResult | None]:
-        """Clip and step each group, or skip it on all ranks."""
-        pairs = [(self.policy_group, policy_sums)]
-        if self.draft_group is not None:
-            pairs.append((self.draft_group, draft_sums))
-        norms = [self._clip(group) for group, _ in pairs]
-        is_bad = torch.stack(
-            [~(torch.isfinite(s.loss) & torch.isfinite(n)) for (_, s), n in zip(pairs, norms, strict=True)]
-        )
-        verdicts = all_reduce_max(is_bad.float()).tolist()
-        results = []
-        for (group, sums), norm, bad in zip(pairs, norms, verdicts, strict=True):
-            # Measured for the draft, where it is the sign that it learns; a copy of the policy would be too large.
-            is_measured = group is self.draft_group
-            before = [local_tensor(p).clone() for p in _params(group)] if is_measured else []
-            lr = group.lr
-            if not bad:
-                group.optimizer.step()
-            group.optimizer.zero_grad(set_to_none=True)
-            change = self._change_norm(group, before) if is_measured else None
-            results.append(GroupResult(float(sums.loss), float(norm), lr, bool(bad), sums.as_floats(), change))
-        return results[0], results[1] if len(results) > 1 else None
+    def _step_group(self, group: OptimizerGroup, sums: _Sums) -> GroupResult:
+        """Clip and step a group, or skip it on all ranks."""
+        norm = self._clip(group)
+        is_bad = ~(torch.isfinite(sums.loss) & torch.isfinite(norm))
+        bad = bool(all_reduce_max(is_bad.float()).item())
+        # Measured for the draft, where it is the sign that it learns; a copy of the policy would be too large.
+        is_measured = group is self.draft_group
+        before = [local_tensor(p).clone() for p in _params(group)] if is_measured else []
+        lr = group.lr
+        if not bad:
+            group.optimizer.step()
+        group.optimizer.zero_grad(set_to_none=True)
+        change = self._change_norm(group, before) if is_measured else None
+        return GroupResult(float(sums.loss), float(norm), lr, bad, sums.as_floats(), change)
 
     def _clip(self, group: OptimizerGroup) -> Tensor:
         # Imported here: the module pulls in most of nemo_automodel's training code.

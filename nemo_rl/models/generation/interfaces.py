@@ -29,19 +29,23 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class SamplingCheckReport:
-    """Result of the check that samples follow the engine's own probabilities.
+    """Result of the check that samples follow the policy's probabilities (see `vllm/sampling_check.py`).
 
     Attributes:
         num_tokens: Sampled tokens looked at.
-        mean_nll: Their mean negative log-likelihood in nats, after merging unlikely tokens (see `sampling_check`).
+        mean_nll: Mean negative log-likelihood in nats, among each position's most likely tokens.
         mean_entropy: The value `mean_nll` has in expectation when sampling is exact.
         z: Their difference in standard errors.
+        z_uniformity: Deviation of the samples' ranks from what the probabilities say.
+        z_coverage: Deviation of the number of samples among the most likely tokens from its lower bound.
     """
 
     num_tokens: int
     mean_nll: float
     mean_entropy: float
     z: float
+    z_uniformity: float
+    z_coverage: float
 
 
 @dataclass(frozen=True)

@@ -200,3 +200,9 @@ class PolicyConfig(ConfigModel):
     def draft_enabled(self) -> bool:
         """Whether a draft is trained or served beside the policy."""
         return self.draft.enabled
+
+    @property
+    def smallest_train_batch_size(self) -> int:
+        """Samples of the smallest batch that an optimizer steps on: the draft's, where it has its own."""
+        own = self.draft.train_global_batch_size if self.draft_enabled else None
+        return self.train_global_batch_size if own is None else own

@@ -137,7 +137,9 @@ class Policy(PolicyInterface):
         columns = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         columns.setdefault("sample_index", torch.arange(data.size))
         batch = BatchedDataDict(columns)
-        hands = deal_by_length(batch["input_lengths"], num_ranks=self._dp_size, batch_size=batch_size)
+        # Dealt in the smallest batch that is stepped on, so that every rank has its part of each.
+        unit = self._config.policy.smallest_train_batch_size
+        hands = deal_by_length(batch["input_lengths"], num_ranks=self._dp_size, batch_size=unit)
         shards = [batch.select_indices(hand) for hand in hands]
         return fold_results(self._run_sharded("train", shards, loss_fn=loss_fn, step=step))
 

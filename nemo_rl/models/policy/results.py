@@ -38,7 +38,7 @@ class BatchResult:
 
     Attributes:
         policy: the policy group.
-        draft: the draft group; None when no draft is trained.
+        draft: the draft group, one result per update of it; empty when no draft is trained.
         global_valid_toks: supervised tokens of the global batch.
         global_valid_seqs: kept samples of the global batch.
         num_microbatches: forward and backward passes, zero-weight ones included.
@@ -46,7 +46,7 @@ class BatchResult:
     """
 
     policy: GroupResult
-    draft: GroupResult | None
+    draft: tuple[GroupResult, ...]
     global_valid_toks: float
     global_valid_seqs: float
     num_microbatches: int
@@ -63,8 +63,8 @@ def fold_results(ranks: Sequence[Sequence[BatchResult]]) -> dict[str, Any]:
     out = _fold_group([[step.policy for step in rank] for rank in ranks])
     scalars = out.pop("scalars")
     draft = None
-    if first[0].draft is not None:
-        draft = _fold_group([[step.draft for step in rank if step.draft is not None] for rank in ranks])
+    if first[0].draft:
+        draft = _fold_group([[update for step in rank for update in step.draft] for rank in ranks])
     return {
         **out,
         "draft": draft,

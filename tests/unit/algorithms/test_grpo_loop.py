@@ -117,6 +117,9 @@ class Learner:
             "timing": {"forward_backward": 0.25},
         }
 
+    def offload_after_refit(self) -> None:
+        self._log.append("offload")
+
     def save_checkpoint(self, directory: str) -> None:
         self._log.append("save")
         (Path(directory) / "policy").mkdir()
@@ -196,9 +199,10 @@ def test_order_of_a_step(tmp_path: Path) -> None:
         "reference",
         "train0",
         "sync1",
+        "offload",
         "shown1",
     ]
-    second = [*first[:6], "train1", "sync2", "generate", "validated2", "save", "shown2"]
+    second = [*first[:6], "train1", "sync2", "offload", "generate", "validated2", "save", "shown2"]
     assert log == first + second
 
 

@@ -45,6 +45,10 @@ class DraftConfigBase(ConfigModel):
     loss_weight: NonNegativeFloat = 1.0
     """Factor of the draft loss. 0 serves the draft without training it."""
 
+    train_global_batch_size: PositiveInt | None = None
+    """Samples per optimizer step of the draft; null = `policy.train_global_batch_size`. A divisor of it gives the draft
+    several updates on the one forward of the policy, which costs nothing extra: a draft needs more of them."""
+
     num_layers: PositiveInt = 1
     """Decoder layers of the draft."""
 

@@ -201,7 +201,9 @@ def _elements(
     probs = logits.sub_(log_total[:, None]).exp_()
     coverage = rows.coverage[local]
     greedy = teacher.gather(-1, choice[:, None]).squeeze(-1) * coverage
-    overlap = torch.minimum(teacher.mul_(coverage[:, None]), probs).sum(-1)
+    if vocab_ids is not None:
+        teacher = teacher.mul_(coverage[:, None])
+    overlap = torch.minimum(teacher, probs).sum(-1)
     chosen = choice if vocab_ids is None else vocab_ids[choice]
     terms = (
         cross_entropy,

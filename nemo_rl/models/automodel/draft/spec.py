@@ -211,9 +211,10 @@ def _chosen_ids(cfg: Eagle3DraftConfig, num_layers: int) -> tuple[int, ...]:
         return feature_ids_from_layer_outputs(cfg.aux_layer_indices)
     ids = default_feature_ids(num_layers)
     if not 1 <= ids[0] < ids[1] < ids[2]:
+        example = list(range(min(3, max(1, num_layers - 1))))
         raise ConfigError(
-            f"policy.draft.aux_layer_indices: got null; the default (layers 1, N/2-1, N-4) is no three different "
-            f"layers for a policy of {num_layers} layers. Set it, e.g. to {list(range(min(3, max(1, num_layers - 1))))}."
+            "policy.draft.aux_layer_indices: got null; the default (layers 1, N/2-1, N-4) is no three different layers "
+            f"for a policy of {num_layers} layers. Set it, e.g. to {example}."
         )
     return ids
 
@@ -353,7 +354,7 @@ def _vocabulary(
     if given is None:
         raise ConfigError(
             f"policy.draft.draft_vocab_size: got {size} of {total} for a draft from scratch; which ids it holds must "
-            "come from token counts. Set it to null, or start from a directory whose d2t says so (policy.draft.model_name)."
+            "come from token counts. Set it to null, or give policy.draft.model_name, a directory with a d2t."
         )
     try:
         mapping = VocabMap(tuple(given), total)

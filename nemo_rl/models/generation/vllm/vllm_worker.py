@@ -10,7 +10,6 @@ import functools
 import importlib
 import json
 import logging
-import math
 import statistics
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.errors import RefitError, SamplingCheckError
+from nemo_rl.errors import RefitError
 from nemo_rl.models.generation.interfaces import SamplingCheckReport, ThroughputComparison, UpdateReport
 from nemo_rl.models.generation.vllm.engine_args import (
     SELF_CHECK_TOP_K,
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHECK_PROMPT_LENGTH = 8
-_CHECK_ROUNDS = 2
 
 
 class VllmGenerationWorker:
@@ -149,23 +147,14 @@ class VllmGenerationWorker:
         return self._counters
 
     def sampling_self_check(self) -> SamplingCheckReport:
-        """Sample from random prompts at the configured temperature and compare with the engine's probabilities.
-
-        An engine that looks wrong gets a second, independent draw: a correct one fails both with negligible probability
-        even where nearly deterministic distributions make the statistic heavy-tailed.
+        """Sample from random prompts and compare with the policy's probabilities; top-p and top-k are off.
 
         Raises:
-            SamplingCheckError: Both draws are off.
+            SamplingCheckError: The samples do not fit.
         """
-        check = self._config.sampling_check
-        for round_index in range(_CHECK_ROUNDS):
-            positions = self._sample_for_check(round_index)
-            try:
-                return check_samples(positions, max_z=check.max_z)
-            except SamplingCheckError:
-                if round_index == _CHECK_ROUNDS - 1:
-                    raise
-        raise AssertionError("unreachable: the last round returns or raises")
+        return check_samples(
+            self._sample_for_check(), vocab_size=self._vocab_size(), max_z=self._config.sampling_check.max_z
+        )
 
     def measure_throughput(
         self, data: BatchedDataDict, *, payload: RefitPayload, batch_size: int, repeats: int
@@ -378,29 +367,53 @@ class VllmGenerationWorker:
             raise RefitError(f"One response mixes weight versions {sorted(versions)}.")
         return versions.pop() if versions else self._version
 
-    def _sample_for_check(self, round_index: int) -> list[SampledPosition]:
-        check = self._config.sampling_check
-        vocab_size = self._engine().llm_engine.model_config.get_vocab_size()
-        generator = torch.Generator().manual_seed(self._seed + round_index)
-        shape = (check.num_samples, min(_CHECK_PROMPT_LENGTH, self._limits.max_total_tokens - 1))
-        prompts = torch.randint(vocab_size, shape, generator=generator).tolist()
-        overrides: dict[str, Any] = {
-            "max_tokens": min(check.max_new_tokens, self._limits.max_total_tokens - shape[1]),
-            "ignore_eos": True,
-            "stop_token_ids": [],
-            "stop": None,
-            "logprobs": min(SELF_CHECK_TOP_K, vocab_size),
-        }
-        if self._config.temperature == 1.0:
-            # Raw log-probabilities are reported, so nothing but the temperature may shape the samples.
-            overrides |= {"top_p": 1.0, "top_k": 0}
+    def _vocab_size(self) -> int:
+        return self._engine().llm_engine.model_config.get_vocab_size()
+
+    def _sample_for_check(self) -> list[SampledPosition]:
+        """Sample from random prompts, then let the engine read the responses and report its raw probabilities.
+
+        Neighbours in the batch differ in temperature (the configured one, or half or double of it) and in length, so
+        that the batch changes from step to step: a value given to the wrong request, or left over in memory from the
+        step before, then is a wrong one.
+        """
+        check, vocab_size = self._config.sampling_check, self._vocab_size()
+        length = min(_CHECK_PROMPT_LENGTH, self._limits.max_total_tokens - 2)
+        # The reading pass needs room for one token more.
+        longest = min(check.max_new_tokens, self._limits.max_total_tokens - length - 1)
+        generator = torch.Generator().manual_seed(self._seed)
+        prompts = torch.randint(vocab_size, (check.num_samples, length), generator=generator).tolist()
+        configured = self._config.temperature
+        temperatures = [configured, configured / 2 if configured >= 1.0 else configured * 2] * len(prompts)
         self.prepare_for_generation()
-        outputs = self._engine().generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [self._sampling_params(**overrides, seed=self._seed + index) for index in range(len(prompts))],
-            use_tqdm=False,
+        free = {"stop_token_ids": [], "stop": None, "ignore_eos": True}
+        sample = [
+            self._sampling_params(
+                **free,
+                temperature=temperatures[index],
+                top_p=1.0,
+                top_k=0,
+                max_tokens=longest - index * 5 % longest,
+                seed=self._seed + index,
+            )
+            for index in range(len(prompts))
+        ]
+        sampled = self._generate_tokens(prompts, sample)
+        texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, sampled, strict=True)]
+        read = self._sampling_params(
+            **free, temperature=0.0, max_tokens=1, prompt_logprobs=min(SELF_CHECK_TOP_K, vocab_size)
         )
-        return [position for output in outputs for position in _positions(output)]
+        outputs = self._generate_tokens(texts, [read] * len(texts))
+        return [
+            position
+            for output, temperature in zip(outputs, temperatures, strict=False)
+            for position in _positions(output, first=length, temperature=temperature)
+        ]
+
+    def _generate_tokens(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+        return self._engine().generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
 
     def _give_policy(self, plain: LLM, payload: RefitPayload) -> None:
         """Update a fresh engine of the same policy with the policy's part of an update."""
@@ -456,12 +469,12 @@ def _sampled_logprobs(output: RequestOutput) -> list[float]:
     return [flat.logprobs[start] for start in flat.start_indices]
 
 
-def _positions(output: RequestOutput) -> list[SampledPosition]:
-    """The sampled token and the most likely tokens of each position."""
-    flat, tokens = output.outputs[0].logprobs, output.outputs[0].token_ids
+def _positions(output: RequestOutput, *, first: int, temperature: float) -> list[SampledPosition]:
+    """Prompt tokens from index `first` on, with the most likely tokens of each position."""
+    flat, tokens = output.prompt_logprobs, output.prompt_token_ids
     found = []
-    for token, start, end in zip(tokens, flat.start_indices, flat.end_indices, strict=False):
-        # vLLM puts the sampled token first, then the k most likely; only the latter are the distribution.
-        top = {flat.token_ids[i]: flat.logprobs[i] for i in range(start + 1, end)}
-        found.append(SampledPosition(token=token, top_logprobs={t: v for t, v in top.items() if not math.isnan(v)}))
+    for index in range(first, len(tokens)):
+        # vLLM puts the prompt's own token first, then the k most likely.
+        span = range(flat.start_indices[index] + 1, flat.end_indices[index])
+        found.append(SampledPosition(tokens[index], {flat.token_ids[i]: flat.logprobs[i] for i in span}, temperature))
     return found

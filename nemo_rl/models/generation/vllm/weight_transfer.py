@@ -13,6 +13,7 @@ must not generate with it again.
 
 from __future__ import annotations
 
+import re
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ from nemo_rl.weight_sync.checksum import dtype_name, from_numpy, tensor_checksum
 from nemo_rl.weight_sync.interfaces import DRAFT_PREFIX, RefitManifest, TensorInfo
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_MODEL_KEY, _DRAFT_KEY = "policy.model_name", "policy.draft"
+_MODEL_KEY, _NEVER_READ = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm\.weight")
+"""vLLM gives every layer of a draft the norm of the fused hidden state; only layer 0, which fuses, applies it."""
+_DRAFT_KEY = "policy.model_name", "policy.draft"
 
 
 @dataclass
@@ -296,7 +299,8 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         known = {name: tensors.parameter_name(name) for name in (*draft.trained, *frozen, *shared)}
         if None in known.values():
             return  # a loader renames tensors in a way that cannot be followed here
-        if uncovered := sorted(tensors.floating_names() - set(known.values())):
+        unread = {name for name in tensors.floating_names() if _NEVER_READ.fullmatch(name)}
+        if uncovered := sorted(tensors.floating_names() - unread - set(known.values())):
             raise ConfigError(
                 f"{_DRAFT_KEY}: the engine's draft has parameters that no update would reach: {uncovered}. {where} does not "
                 "hold the draft that is trained; export it again."

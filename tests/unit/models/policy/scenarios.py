@@ -108,7 +108,7 @@ def shard_for(worker: DTensorPolicyWorkerV2, data: BatchedDataDict, *, is_dealt:
     if not is_dealt:
         part = data.size // parallel.dp_size
         return data.slice(rank * part, (rank + 1) * part)
-    batch = worker._config.policy.train_global_batch_size
+    batch = worker._config.policy.smallest_train_batch_size
     return data.select_indices(
         deal_by_length(data["input_lengths"], num_ranks=parallel.dp_size, batch_size=batch)[rank]
     )

@@ -163,12 +163,26 @@ def test_draft_update_does_not_depend_on_the_split(pools, model_dir, data, canon
         assert_equal_tensors(split(records[0].state)[1], split(records[1].state)[1])
 
 
+def test_a_draft_with_its_own_batch_size_takes_several_updates_on_one_forward(pools, model_dir, data, canonical):
+    """Two draft updates per policy update, the same on one rank and on two; the policy does not notice."""
+    config = config_of(model_dir, draft={"train_global_batch_size": data.size // 2})
+    single, double = run(pools[1], config, data), run(pools[2], config, data)
+    assert len(single[0].results[0][0].draft) == 2
+    assert_same_draft(double, single)
+    for step, want in zip(fold(single), fold(canonical), strict=True):
+        assert step["loss"] == pytest.approx(want["loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+        # The same elements are supervised; the second half by a draft that has already moved.
+        assert step["draft"]["metrics"]["top1_1"][1] == want["draft"]["metrics"]["top1_1"][1]
+        assert step["draft"]["loss"] != pytest.approx(want["draft"]["loss"], rel=1e-4)
+
+
 def test_a_rank_without_supervised_tokens_runs_along(pools, model_dir):
     data = make_batch(masked=(4, 5, 6, 7))
     config = config_of(model_dir)
     single = run(pools[1], config, data)
     records = run(pools[2], config, data, is_dealt=False)
-    assert records[1].results[0][0].draft.loss == 0.0
+    assert records[1].results[0][0].draft[0].loss == 0.0
     assert_same_draft(records, single)
 
 
