@@ -112,15 +112,15 @@ def _plot_acceptance_length(metrics: MetricTable, *, num_speculative_tokens: int
     measured = finite(metrics, "vllm/spec_acceptance_length")
     if not measured:
         return None
-    expected = finite(metrics, "train/draft_expected_acceptance_length")
+    replayed = finite(metrics, "train/draft_replayed_acceptance_length")
     figure, axes = _figure("tokens per verification")
-    top = max([*measured.values(), *expected.values()])
+    top = max([*measured.values(), *replayed.values()])
     if num_speculative_tokens is not None:
         ceiling = num_speculative_tokens + 1
         top = max(top, float(ceiling))
         axes.axhline(ceiling, color=GREY, linestyle="--", linewidth=1.4, label=f"ceiling, K + 1 = {ceiling}")
-    if expected:
-        _line(axes, expected, color=ORANGE, label="expected in training", style="-.")
+    if replayed:
+        _line(axes, replayed, color=ORANGE, label="replayed in training", style="-.")
     _line(axes, measured, color=BLUE, label="measured in rollouts")
     axes.set_ylim(0.9, top + 0.06 * (top - 0.9))
     _legend(axes, ncols=3)
@@ -128,7 +128,8 @@ def _plot_acceptance_length(metrics: MetricTable, *, num_speculative_tokens: int
         "acceptance_length",
         "Acceptance length",
         "Mean number of tokens that one verification by the policy emits: 1 + accepted / drafts. At 1 the draft is of "
-        "no use. A gap between expected and measured points to a misaligned or stale draft.",
+        "no use. The training forward replays the same responses; a gap points to a misaligned or stale "
+        "draft.",
         figure,
     )
 
@@ -138,7 +139,7 @@ def _plot_acceptance_per_position(metrics: MetricTable) -> Plot | None:
     if not measured:
         return None
     # both are ordered by draft position; the training side may count from 1
-    expected = list(_indexed(metrics, r"train/draft_prefix_greedy_(\d+)").values())
+    replayed = list(_indexed(metrics, r"train/draft_replayed_acceptance_(\d+)").values())
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     over_steps, by_position = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
     colors = _ordered_colors(len(measured))
@@ -147,7 +148,7 @@ def _plot_acceptance_per_position(metrics: MetricTable) -> Plot | None:
     over_steps.set(xlabel="step", ylabel="share of drafts accepted", ylim=(-0.02, 1.05))
     _set_step_axis(over_steps, num_ticks=6)
     _legend(over_steps, ncols=min(4, len(measured)), title="draft position")
-    _draw_position_curves(by_position, list(measured.values()), expected=expected)
+    _draw_position_curves(by_position, list(measured.values()), replayed=replayed)
     return Plot(
         "acceptance_per_position",
         "Acceptance by draft position",
@@ -159,7 +160,7 @@ def _plot_acceptance_per_position(metrics: MetricTable) -> Plot | None:
 
 
 def _draw_position_curves(
-    axes: Axes, measured: Sequence[dict[int, float]], *, expected: Sequence[dict[int, float]]
+    axes: Axes, measured: Sequence[dict[int, float]], *, replayed: Sequence[dict[int, float]]
 ) -> None:
     """Rates over positions at the first, the middle and the last step."""
     steps = sorted(set.intersection(*(set(values) for values in measured)))
@@ -172,10 +173,10 @@ def _draw_position_curves(
             positions, [values[step] for values in measured], color=color, marker=marker, markersize=6, label=f"{step}"
         )
     last = chosen[-1]
-    trained = [values[last] for values in expected[: len(measured)] if last in values]
+    trained = [values[last] for values in replayed[: len(measured)] if last in values]
     if len(trained) == len(measured):
         axes.plot(
-            positions, trained, color=VERMILION, linestyle=":", marker="x", markersize=8, label=f"{last}, expected"
+            positions, trained, color=VERMILION, linestyle=":", marker="x", markersize=8, label=f"{last}, replayed"
         )
     axes.set(xlabel="draft position", xticks=positions, xlim=(0.7, len(measured) + 0.3))
     _legend(axes, ncols=2, title="at step")

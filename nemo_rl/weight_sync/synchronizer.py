@@ -50,13 +50,16 @@ class WeightSynchronizer:
         """
         if version <= self._version:
             raise RefitError(
-                f"sync: got version {version}; must exceed {self._version}, which the engines hold. Number updates by the step."
+                f"sync: got version {version}; must exceed {self._version}, which the engines hold. Number updates by "
+                "the step."
             )
         start = time.perf_counter()
         payload = self._policy.weights_ref(version)
         gathered = time.perf_counter()
         if payload.version != version:
-            raise RefitError(f"The policy sent version {payload.version} when asked for {version}; nothing was applied.")
+            raise RefitError(
+                f"The policy sent version {payload.version} when asked for {version}; nothing was applied."
+            )
         update = self._generation.update_weights(payload)
         applied = time.perf_counter()
         self._version = version

@@ -41,10 +41,10 @@ def step_metrics(step: int, *, with_draft: bool, num_tokens: int = 3) -> dict[st
     if with_draft:
         rates = [progress**position for position in range(1, num_tokens + 1)]
         metrics["vllm/spec_acceptance_length"] = 1.0 + sum(rates)
-        metrics["train/draft_expected_acceptance_length"] = 1.1 + sum(rates)
+        metrics["train/draft_replayed_acceptance_length"] = 1.1 + sum(rates)
         for position, rate in enumerate(rates):
             metrics[f"vllm/spec_acceptance_rate_pos_{position}"] = rate
-            metrics[f"train/draft_prefix_greedy_{position + 1}"] = rate
+            metrics[f"train/draft_replayed_acceptance_{position + 1}"] = rate
             metrics[f"train/draft_loss_depth_{position + 1}"] = 5.0 - 4.0 * progress + position
         metrics["train/draft_loss"] = 9.0 - 7.0 * progress
     return metrics
@@ -187,14 +187,14 @@ def test_acceptance_length_shows_measurement_expectation_and_ceiling() -> None:
     assert set(np.asarray(lines["ceiling, K + 1 = 4"])) == {4}
     measured = [step_metrics(step, with_draft=True)["vllm/spec_acceptance_length"] for step in range(1, 9)]
     assert lines["measured in rollouts"].tolist() == measured
-    assert len(lines["expected in training"]) == 8
+    assert len(lines["replayed in training"]) == 8
 
 
 def test_position_curves_are_those_of_the_first_middle_and_last_step() -> None:
     plots = {plot.name: plot for plot in draw_plots(metric_table(9, with_draft=True), num_speculative_tokens=3)}
     _, axes = plots["acceptance_per_position"].figure.axes
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert set(lines) == {"1", "5", "9", "9, expected"}
+    assert set(lines) == {"1", "5", "9", "9, replayed"}
     for step in (1, 5, 9):
         expected = [step_metrics(step, with_draft=True)[f"vllm/spec_acceptance_rate_pos_{i}"] for i in range(3)]
         assert lines[str(step)].get_ydata().tolist() == expected

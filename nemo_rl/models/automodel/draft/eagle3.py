@@ -17,6 +17,7 @@ from nemo_rl.models.automodel.draft.builders import build_draft, policy_weights
 from nemo_rl.models.automodel.draft.capture import full_tensor
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.losses import STATS, LossChunks
+from nemo_rl.models.automodel.draft.metrics import replay_drafting
 from nemo_rl.models.automodel.draft.models.llama_eagle import LlamaEagleDraft, UnrollInputs, UnrollPlan
 from nemo_rl.models.automodel.draft.publish import PublishContract
 from nemo_rl.models.automodel.draft.runtime import DraftLoss, Metrics, _DraftRuntimeBase, charged_depths
@@ -38,7 +39,9 @@ class Eagle3Plan:
         feature_rows: int64 [N], entry of the flattened [R * S] rows that each trunk row reads its features from.
         depth: int64 [E], depth of each element.
         slot: int64 [E], slot of each element among the n_0 active ones.
+        slots: int64 [n_0], entry of the flattened [R * S] rows of each active slot.
         chains: bool [n_0, K], True = every depth up to this one is supervised at the slot.
+        draftable: bool [n_0, K], True = the engine could propose this token and have it accepted.
         counts: supervised elements per depth.
         label_counts: of those, elements whose predicted token exists.
         chain_counts: slots per depth whose chain is supervised that far.
@@ -48,7 +51,9 @@ class Eagle3Plan:
     feature_rows: Tensor
     depth: Tensor
     slot: Tensor
+    slots: Tensor
     chains: Tensor
+    draftable: Tensor
     counts: tuple[int, ...]
     label_counts: tuple[int, ...]
     chain_counts: tuple[int, ...]
@@ -63,6 +68,7 @@ def plan_rows(
     num_layers: int,
     chunk_size: int,
     is_packed: bool,
+    draftable: Tensor | None = None,
 ) -> Eagle3Plan | None:
     """Reduce a micro-batch to the rows that a supervised element depends on. All tensors on the CPU.
 
@@ -74,6 +80,7 @@ def plan_rows(
         num_layers: of the draft.
         chunk_size: elements per chunk of the loss.
         is_packed: form of the attention layout.
+        draftable: bool [K, R, S], what an engine could propose and accept; None = what is supervised.
 
     Returns:
         None when nothing is supervised.
@@ -144,7 +151,9 @@ def plan_rows(
         feature_rows=source,
         depth=depth,
         slot=slot,
+        slots=slots,
         chains=chains,
+        draftable=chains if draftable is None else draftable.flatten(1)[:, slots].T.contiguous(),
         counts=tuple(torch.bincount(depth, minlength=depths).tolist()),
         label_counts=tuple(torch.bincount(depth[labels >= 0], minlength=depths).tolist()),
         chain_counts=tuple(chains.sum(0).tolist()),
@@ -185,6 +194,9 @@ class Eagle3Runtime(_DraftRuntimeBase[Eagle3DraftConfig]):
     def _charged(self, sampled: Tensor, doc_ids: Tensor) -> Tensor:
         return charged_depths(sampled, doc_ids, depths=self.cfg.ttt_steps, mask_rule=self.cfg.mask_rule)
 
+    def _draftable(self, sampled: Tensor, doc_ids: Tensor) -> Tensor:
+        return charged_depths(sampled, doc_ids, depths=self.cfg.ttt_steps, mask_rule="contiguous")
+
     def _plan(self, data: BatchedDataDict, *, step: int) -> Tensor:
         """Count supervised elements per depth; nothing is drawn at random."""
         mask = data["token_mask"].cpu().bool() & data["sample_mask"].cpu().bool()[:, None]
@@ -224,6 +236,7 @@ class Eagle3Runtime(_DraftRuntimeBase[Eagle3DraftConfig]):
         charged = self._charged(mb.sampled_mask.cpu(), doc_ids)
         self._check_planned(charged, doc_ids, mb.sample_index)
         arch = self.spec.architecture
+        is_own_rule = self.cfg.mask_rule == "contiguous"
         plan = plan_rows(
             input_ids=mb.input_ids.cpu(),
             position_ids=mb.position_ids.cpu(),
@@ -232,6 +245,7 @@ class Eagle3Runtime(_DraftRuntimeBase[Eagle3DraftConfig]):
             num_layers=arch.num_hidden_layers,
             chunk_size=self.cfg.loss_chunk_size,
             is_packed=uses_packed_layout(self._device, self._compute_dtype, arch.head_dim),
+            draftable=None if is_own_rule else self._draftable(mb.sampled_mask.cpu(), doc_ids),
         )
         documents = doc_ids[doc_ids >= 0].unique().numel()
         with_chain = doc_ids[charged[0]].unique().numel()
@@ -300,5 +314,27 @@ class Eagle3Runtime(_DraftRuntimeBase[Eagle3DraftConfig]):
         }
         for name, (num, den, offset) in families.items():
             out |= {f"{name}_{k + offset}": (num[k], den[k]) for k in range(depths)}
+        hits = stats.new_zeros(chains.shape).index_put_((slot, depth), columns["hit"])
+        out |= self._replay(plan, hits)
         total = counts.sum()
         return out | {name: (columns[name].sum(), total) for name in ("coverage", "argmax_in_vocab")}
+
+    def _replay(self, plan: Eagle3Plan, hits: Tensor) -> Metrics:
+        """Draft along the recorded responses as the engine did; see `metrics.replay_drafting`.
+
+        Args:
+            plan: of the micro-batch.
+            hits: fp32 [n_0, K], 1 = the draft's choice at this slot and depth is the sampled token.
+        """
+        k = self.spec.num_speculative_tokens
+        draftable = plan.draftable.to(hits.device)
+        accepted = (hits * draftable)[:, :k].cumprod(1).sum(1).long()
+        rows = torch.stack([plan.slots.to(hits.device), accepted], dim=1)[draftable[:, 0]].tolist()
+        counts = replay_drafting(rows)
+        pair = hits.new_tensor
+        out: Metrics = {
+            "replayed_acceptance_length": (pair(counts.num_drafts + counts.num_accepted), pair(counts.num_drafts))
+        }
+        for j in range(1, k + 1):
+            out[f"replayed_acceptance_{j}"] = (pair(counts.at_least(j)), pair(counts.num_drafts))
+        return out

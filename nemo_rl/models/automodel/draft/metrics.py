@@ -12,6 +12,8 @@
     prefix_hit_{j}            products over ordinals 1..j of top1,
     prefix_greedy_{j}           of accept_greedy,
     prefix_overlap_{j}          of accept_overlap; per chain that is supervised so far
+    replayed_acceptance_{j}   the first j proposed tokens were accepted, replaying the engine along the sampled
+    responses replayed_acceptance_length  mean tokens per verification of that replay
     coverage                  the policy's mass on the draft's ids
     argmax_in_vocab           the policy's most likely token is a draft id
     documents_without_chain   documents with nothing to learn from
@@ -19,10 +21,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["expected_acceptance_length"]
+__all__ = ["ReplayCounts", "expected_acceptance_length", "replay_drafting"]
 
 Variant = Literal["greedy", "overlap", "hit"]
 
@@ -51,3 +54,55 @@ def expected_acceptance_length(
         total += num / den if den else 0.0
         j += 1
     return total
+
+
+@dataclass(frozen=True)
+class ReplayCounts:
+    """What an engine that drafted along the recorded responses would have counted.
+
+    Attributes:
+        accepted: tokens accepted in each verification.
+    """
+
+    accepted: tuple[int, ...]
+
+    @property
+    def num_drafts(self) -> int:
+        """Verifications."""
+        return len(self.accepted)
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted tokens."""
+        return sum(self.accepted)
+
+    def at_least(self, j: int) -> int:
+        """Verifications that accepted the first j tokens."""
+        return sum(count >= j for count in self.accepted)
+
+
+def replay_drafting(rows: Iterable[Sequence[int]]) -> ReplayCounts:
+    """Walk along responses as speculative decoding does: draft, accept, go on behind the token that follows.
+
+    A greedy draft is accepted exactly when it is the token that was sampled: rejection sampling never emits a rejected
+    token. So the recorded responses tell how many tokens the engine accepted from any place, and which places it
+    drafted from. With the weights that generated the responses the counts are the engine's own, up to drafts that go
+    past the end of a response, which the engine may still accept and then throws away.
+
+    Worked example, one response, K = 3, `(place, accepted)` `[(4, 2), (5, 3), (6, 0), (7, 1), (8, 0), (9, 0)]`: drafts
+    at 4 (2 accepted, next 7), 7 (1 accepted, next 9) and 9, so `accepted = (2, 1, 0)`.
+
+    Args:
+        rows: (place, tokens accepted there) of every place that the engine can draft from; places of one response are
+            consecutive numbers, those of different responses are not.
+    """
+    accepted: list[int] = []
+    previous = upcoming = None
+    for place, count in sorted(tuple(row) for row in rows):
+        if previous is None or place != previous + 1:
+            upcoming = place
+        if place == upcoming:
+            accepted.append(count)
+            upcoming = place + count + 1
+        previous = place
+    return ReplayCounts(tuple(accepted))

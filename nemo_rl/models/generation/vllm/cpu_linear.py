@@ -1,10 +1,10 @@
 """Keeps the weights of CPU engines readable: no private packed copies.
 
-vLLM's CPU build packs each linear weight for its kernels and empties the parameter; of embeddings and heads it keeps the
-parameter but computes with a packed copy. After an update such a copy can only be trusted, not read back, a tied head
-keeps computing with the old one, and whatever a draft derives from its projections is derived from an empty tensor. So
-CPU engines here compute straight from the parameters. Measured in fp32 on one core: 2 to 4 times faster at the sizes of
-the tiny models (hidden 64 to 128, up to 8 rows), up to 25 % slower at hidden 1024.
+vLLM's CPU build packs each linear weight for its kernels and empties the parameter; of embeddings and heads it keeps
+the parameter but computes with a packed copy. After an update such a copy can only be trusted, not read back, a tied
+head keeps computing with the old one, and whatever a draft derives from its projections is derived from an empty
+tensor. So CPU engines here compute straight from the parameters. Measured in fp32 on one core: 2 to 4 times faster at
+the sizes of the tiny models (hidden 64 to 128, up to 8 rows), up to 25 % slower at hidden 1024.
 """
 
 from __future__ import annotations

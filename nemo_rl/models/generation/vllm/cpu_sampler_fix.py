@@ -1,12 +1,13 @@
 """WORKAROUND for one defect of vLLM's CPU build; everything about it is in this file.
 
 Defect: with speculation and temperature > 0 (or top-k, top-p), the V1 rejection sampler spreads each request's value
-over its draft tokens with `vllm.v1.sample.rejection_sampler.expand_batch_to_tokens`. On CPU the kernel behind it fills a
-temporary instead of the result, so logits are divided by uninitialised memory and samples do not follow the policy.
+over its draft tokens with `vllm.v1.sample.rejection_sampler.expand_batch_to_tokens`. On CPU the kernel behind it fills
+a temporary instead of the result, so logits are divided by uninitialised memory and samples do not follow the policy.
 Greedy decoding is not affected, CUDA is not affected. Measured with vLLM 0.32.0.
 
-Removal condition: delete this file, its call in `cpu_engine_worker.py` and its test once `stock_is_defective()` is False
-with the pinned vLLM (the test says so). Until then `install` looks at the running vLLM and leaves a correct one alone.
+Removal condition: delete this file, its call in `cpu_engine_worker.py` and its test once `stock_is_defective()` is
+False with the pinned vLLM (the test says so). Until then `install` looks at the running vLLM and leaves a correct one
+alone.
 """
 
 from __future__ import annotations

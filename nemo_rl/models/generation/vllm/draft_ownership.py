@@ -67,8 +67,8 @@ def check_no_alias(target: nn.Module, draft: nn.Module, *, trained: Collection[s
     aliased = sorted(f"{inside[name]} = {target_storages[at]}" for at, name in shared.items() if at in target_storages)
     if aliased:
         raise RefitError(
-            f"Draft and policy share memory for tensors that the draft trains: {', '.join(aliased)}. An update of the draft "
-            "would change the policy. No weight was changed."
+            f"Draft and policy share memory for tensors that the draft trains: {', '.join(aliased)}. An update of the "
+            "draft would change the policy. No weight was changed."
         )
 
 

@@ -104,8 +104,8 @@ def check_vllm_kwargs(vllm_kwargs: dict[str, Any]) -> None:
         for name in sorted(_SETTINGS.keys() & vllm_kwargs.keys())
     ]
     problems += [
-        f"{KEY}.vllm_kwargs.{name}: got {vllm_kwargs[name]!r}; must be absent: the weight update and the metrics depend "
-        "on it. Remove the key."
+        f"{KEY}.vllm_kwargs.{name}: got {vllm_kwargs[name]!r}; must be absent: the weight update and the metrics "
+        "depend on it. Remove the key."
         for name in sorted(_RESERVED & vllm_kwargs.keys())
     ]
     if problems:
@@ -149,7 +149,7 @@ def build_engine_kwargs(
         device: "cuda" or "cpu".
         seed: Of the engine.
         speculative_config: As `merge_speculative_config` made it; None decodes without speculation.
-        trained_draft_tensors: Export names of the tensors that training sends for the draft; empty when none is trained.
+        trained_draft_tensors: Export names of the tensors that training sends; empty when no draft is trained.
         limits: As `engine_limits` made it.
     """
     check_vllm_kwargs(config.vllm_kwargs)

@@ -1,7 +1,7 @@
 """Where in the running model a checkpoint tensor lives, and reading it back from there.
 
-vLLM fuses projections, pads the vocabulary and splits tensors over tensor-parallel ranks. This file undoes the first two
-and says which part of a full tensor a rank must hold.
+vLLM fuses projections, pads the vocabulary and splits tensors over tensor-parallel ranks. This file undoes the first
+two and says which part of a full tensor a rank must hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelTensors:
         return located[0] if located else None
 
     def read(self, name: str) -> torch.Tensor | None:
-        """This rank's part of checkpoint tensor `name` as the model holds it, a view; None if it cannot be read back."""
+        """This rank's part of checkpoint tensor `name` as the model holds it, a view; None if it cannot be read."""
         located = self._locate(name)
         if located is None:
             return None

@@ -1,20 +1,20 @@
 """Do the sampled tokens follow the policy's probabilities? The statistics behind the start-up check.
 
 The engine samples responses; then it reads each response as a prompt and reports, for every position, the policy's k
-most likely tokens S with their log-probabilities at temperature 1. That second pass shares nothing with the sampler: the
-log-probabilities returned *while* sampling may come from the very logits that a defect has already divided by a wrong
-temperature, and would then agree with the samples.
+most likely tokens S with their log-probabilities at temperature 1. That second pass shares nothing with the sampler:
+the log-probabilities returned *while* sampling may come from the very logits that a defect has already divided by a
+wrong temperature, and would then agree with the samples.
 
-Given that a token falls into S, exact sampling at temperature T draws it from q(x) = p(x)^(1/T) / sum_S p^(1/T), which is
-known for any vocabulary size. Three statistics, each near standard normal when sampling is exact:
+Given that a token falls into S, exact sampling at temperature T draws it from q(x) = p(x)^(1/T) / sum_S p^(1/T), which
+is known for any vocabulary size. Three statistics, each near standard normal when sampling is exact:
 
-    z             (sum of -log q(x) minus sum of the entropies of q) / sqrt(sum of variances + largest -log q(x) squared).
-                  Too large: noise or a temperature too high; too small: too cold, or likely drafts accepted unchecked. The
-                  last term only matters when almost all tokens are certain and one rare token would decide.
-    z_uniformity  chi-square of the probability integral transform of x under q, as a normal deviate: finds wrong samples
-                  whose mean surprise happens to be right.
-    z_coverage    how many tokens fall into S, against a lower bound of their number (the tail outside S can weigh at most
-                  so much, given its mass and its largest possible member). Only too few is an error: noise over a large
+    z             (sum of -log q(x) minus sum of the entropies of q) / sqrt(sum of variances + largest (log q(x))^2). Too
+                  large: noise or a temperature too high; too small: too cold, or likely drafts accepted unchecked.
+                  The last term only matters when almost all tokens are certain and one rare token would decide.
+    z_uniformity  chi-square of the probability integral transform of x under q, as a normal deviate: finds samples that
+                  are wrong although their mean surprise happens to be right.
+    z_coverage    how many tokens fall into S, against a lower bound of their number (the tail outside S weighs at most
+                  what its mass and its largest possible member allow). Only too few is an error: noise over a large
                   vocabulary almost never hits S.
 """
 
@@ -87,8 +87,8 @@ def check_samples(positions: Iterable[SampledPosition], *, vocab_size: int, max_
         bins[_bin_of(position.token, q, draws)] += 1
     if not kept:
         raise SamplingCheckError(
-            f"policy.generation.sampling_check: none of {count} sampled tokens is among the policy's most likely ones. The "
-            "engine does not sample from the policy."
+            f"policy.generation.sampling_check: none of {count} sampled tokens is among the policy's most likely ones. "
+            "The engine does not sample from the policy."
         )
     report = SamplingCheckReport(
         num_tokens=count,
@@ -101,9 +101,9 @@ def check_samples(positions: Iterable[SampledPosition], *, vocab_size: int, max_
     if not (abs(report.z) <= max_z and report.z_uniformity <= max_z and report.z_coverage >= -max_z):  # NaN fails too
         raise SamplingCheckError(
             f"policy.generation.sampling_check: got z={report.z:.1f}, z_uniformity={report.z_uniformity:.1f}, "
-            f"z_coverage={report.z_coverage:.1f} over {count} tokens (mean negative log-likelihood {report.mean_nll:.4f}, "
-            f"expected {report.mean_entropy:.4f} nats); must be within {max_z:g} standard errors. The engine does not sample "
-            "from the policy, so training on its rollouts would be wrong. Remove "
+            f"z_coverage={report.z_coverage:.1f} over {count} tokens (mean negative log-likelihood "
+            f"{report.mean_nll:.4f}, expected {report.mean_entropy:.4f} nats); must be within {max_z:g} standard "
+            "errors. The engine does not sample from the policy, so training on its rollouts would be wrong. Remove "
             "policy.generation.vllm_kwargs.speculative_config to decode without speculation, or use a vLLM build whose "
             "rejection sampler is correct on this device."
         )

@@ -54,8 +54,8 @@ def merge_speculative_config(
     k = merged.get("num_speculative_tokens")
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise ConfigError(
-            f"{SPEC_KEY}.num_speculative_tokens: got {k!r}; must be an integer >= 1. Set it to the number of tokens the "
-            "draft proposes per step, or remove the block to decode without speculation."
+            f"{SPEC_KEY}.num_speculative_tokens: got {k!r}; must be an integer >= 1. Set it to the number of tokens "
+            "the draft proposes per step, or remove the block to decode without speculation."
         )
     return merged
 
@@ -65,12 +65,12 @@ def _check_exact(user: Mapping[str, Any]) -> None:
     method = user.get("rejection_sample_method", "standard")
     if method not in EXACT_REJECTION_METHODS:
         raise ConfigError(
-            f"{SPEC_KEY}.rejection_sample_method: got {method!r}; must be one of {sorted(EXACT_REJECTION_METHODS)}. The "
-            "policy gradient assumes that rollouts are exact samples of the policy. Remove the key."
+            f"{SPEC_KEY}.rejection_sample_method: got {method!r}; must be one of {sorted(EXACT_REJECTION_METHODS)}. "
+            "The policy gradient assumes that rollouts are exact samples of the policy. Remove the key."
         )
     for key in sorted(INEXACT_KEYS & user.keys()):
         if user[key] is not None:
             raise ConfigError(
-                f"{SPEC_KEY}.{key}: got {user[key]!r}; must be absent. It makes the engine accept tokens that the policy "
-                "would not sample. Remove the key."
+                f"{SPEC_KEY}.{key}: got {user[key]!r}; must be absent. It makes the engine accept tokens that the "
+                "policy would not sample. Remove the key."
             )

@@ -89,7 +89,9 @@ def find_problems(
         tensor, want = tensors[name], expected[name]
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         if shape != tuple(want.shape) or tuple(manifest[name].shape) != shape:
-            shapes.append(f"{name} (got {list(shape)}, announced {list(manifest[name].shape)}, needs {list(want.shape)})")
+            shapes.append(
+                f"{name} (got {list(shape)}, announced {list(manifest[name].shape)}, needs {list(want.shape)})"
+            )
         elif dtype != want.dtype or manifest[name].dtype != dtype:
             dtypes.append(f"{name} (got {dtype}, announced {manifest[name].dtype}, needs {want.dtype})")
         elif not is_finite(tensor):

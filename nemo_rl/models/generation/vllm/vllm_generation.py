@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.config import MasterConfig
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.weight_sync.interfaces import RefitPayload
-
-logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.generation.vllm.vllm_worker:VllmGenerationWorker"
 
@@ -104,7 +102,7 @@ class VllmGeneration(GenerationInterface):
         bounds = [rank * size // num_engines for rank in range(num_engines + 1)]
         refs = [
             self._group.run_rank(rank, "generate", data.slice(start, end), greedy=greedy)
-            for rank, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for rank, (start, end) in enumerate(itertools.pairwise(bounds))
             if end > start
         ]
         return BatchedDataDict.from_batches(self._collect(refs))

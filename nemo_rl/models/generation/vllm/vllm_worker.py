@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import logging
 import statistics
 import time
 from pathlib import Path
@@ -31,7 +30,6 @@ from nemo_rl.models.generation.vllm.engine_args import (
 )
 from nemo_rl.models.generation.vllm.sampling_check import SampledPosition, check_samples
 from nemo_rl.models.generation.vllm.spec_metrics import SpecCounters
-
 from nemo_rl.weight_sync.interfaces import RefitManifest, RefitPayload
 from nemo_rl.weight_sync.transport import resolve_tensors
 
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
     from nemo_rl.models.generation.config import GenerationConfig
-
-logger = logging.getLogger(__name__)
 
 _CHECK_PROMPT_LENGTH = 8
 
@@ -183,9 +179,11 @@ class VllmGenerationWorker:
                     if repeat:
                         rates[kind].append(rate)
         finally:
-            _release_beside_another(plain)
+            release_beside_another(plain)
         return ThroughputComparison(
-            speculative=statistics.median(rates["speculative"]), plain=statistics.median(rates["plain"]), repeats=repeats
+            speculative=statistics.median(rates["speculative"]),
+            plain=statistics.median(rates["plain"]),
+            repeats=repeats,
         )
 
     # ------------------------------------------------------------------ weights
@@ -240,7 +238,9 @@ class VllmGenerationWorker:
 
     def _engine(self) -> LLM:
         if self._poisoned is not None:
-            raise RefitError(f"This engine must not be used any more: {self._poisoned}. Restart from the last checkpoint.")
+            raise RefitError(
+                f"This engine must not be used any more: {self._poisoned}. Restart from the last checkpoint."
+            )
         if self._llm is None:
             raise RuntimeError("The engine was not built, or was shut down.")
         return self._llm
@@ -315,8 +315,8 @@ class VllmGenerationWorker:
         for row, length in enumerate(data["input_lengths"].tolist()):
             if not 1 <= length < limit:
                 raise ValueError(
-                    f"input_lengths[{row}]: got {length}; must be 1 to {limit - 1}, so that one response token fits. Drop "
-                    "longer prompts or raise policy.generation.vllm_cfg.max_model_len."
+                    f"input_lengths[{row}]: got {length}; must be 1 to {limit - 1}, so that one response token fits. "
+                    "Drop longer prompts or raise policy.generation.vllm_cfg.max_model_len."
                 )
             overrides: dict[str, Any] = {"max_tokens": min(self._config.max_new_tokens, limit - length)}
             if greedy:
@@ -326,8 +326,8 @@ class VllmGenerationWorker:
             if data.get("stop_strings") is not None and data["stop_strings"][row]:
                 if not self._config.stop_strings:
                     raise ValueError(
-                        f"stop_strings[{row}]: got {data['stop_strings'][row]!r}; the engine was built without a tokenizer. Set "
-                        "policy.generation.stop_strings."
+                        f"stop_strings[{row}]: got {data['stop_strings'][row]!r}; the engine was built without a "
+                        "tokenizer. Set policy.generation.stop_strings."
                     )
                 overrides["stop"] = [*self._config.stop_strings, *data["stop_strings"][row]]
             prompts.append({"prompt_token_ids": data["input_ids"][row, :length].tolist()})
@@ -411,9 +411,7 @@ class VllmGenerationWorker:
         ]
 
     def _generate_tokens(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
-        return self._engine().generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-        )
+        return self._engine().generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
     def _give_policy(self, plain: LLM, payload: RefitPayload) -> None:
         """Update a fresh engine of the same policy with the policy's part of an update."""
@@ -452,7 +450,7 @@ def _send(engine: LLM, payload: RefitPayload) -> None:
     )
 
 
-def _release_beside_another(engine: LLM) -> None:
+def release_beside_another(engine: LLM) -> None:
     """Free an engine while another one lives in this process.
 
     The engine's own shutdown, which also runs when it is collected, ends the process-wide groups that the other needs.

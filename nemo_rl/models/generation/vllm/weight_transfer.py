@@ -4,8 +4,8 @@ Registered with vLLM's factory and driven through its own calls (`start_weight_u
 `finish_weight_update`). One round serves both models, because validating the draft only after the policy was written
 would leave half an update behind:
 
-    receive_weights        takes everything in, checks everything, changes nothing
-    finish_weight_update   writes policy, then draft; rebuilds what vLLM derives from draft weights; reads everything back
+    receive_weights       takes everything in, checks everything, changes nothing
+    finish_weight_update  writes policy, then draft; rebuilds what vLLM derives from draft weights; reads all of it back
 
 An exception in the first leaves the engine as it was. An exception in the second means the engine is lost: its owner
 must not generate with it again.
@@ -13,8 +13,8 @@ must not generate with it again.
 
 from __future__ import annotations
 
-import re
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +42,11 @@ from nemo_rl.weight_sync.checksum import dtype_name, from_numpy, tensor_checksum
 from nemo_rl.weight_sync.interfaces import DRAFT_PREFIX, RefitManifest, TensorInfo
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_MODEL_KEY, _NEVER_READ = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm\.weight")
-"""vLLM gives every layer of a draft the norm of the fused hidden state; only layer 0, which fuses, applies it."""
-_DRAFT_KEY = "policy.model_name", "policy.draft"
+_MODEL_KEY, _DRAFT_KEY = "policy.model_name", "policy.draft"
+_NEVER_SENT = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm\.weight|model\.mask_embedding")
+"""Draft parameters that no checkpoint holds. vLLM gives every layer the norm of the fused hidden state, but only layer
+0, which fuses, applies it; and it gives a block draft a mask embedding, which is read from a file of its own or not
+used."""
 
 
 @dataclass
@@ -142,7 +144,9 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._expected: dict[str, TensorInfo] = {}
         self._is_tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
 
-    def attach(self, *, policy_dir: str, draft: nn.Module | None, draft_config: Any, proposer: Any, trained: list[str]) -> None:
+    def attach(
+        self, *, policy_dir: str, draft: nn.Module | None, draft_config: Any, proposer: Any, trained: list[str]
+    ) -> None:
         """Learn what the models hold. Called once, after loading and after ownership was settled.
 
         Args:
@@ -167,7 +171,8 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         absent = sorted(set(trained) - headers.keys())
         if absent:
             raise ConfigError(
-                f"{_DRAFT_KEY}: {draft_config.model} lacks tensors that training updates: {absent}. Export the draft again."
+                f"{_DRAFT_KEY}: {draft_config.model} lacks tensors that training updates: {absent}. Export the draft "
+                "again."
             )
         static = _read_tensors(draft_config.model, sorted(headers.keys() - set(trained) - shared))
         self._draft = _Draft(draft, draft_config, proposer, tuple(trained), static)
@@ -190,13 +195,13 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if update_info.version <= self.version:
             raise RefitError(
-                f"Weight update {update_info.version} was refused: the engine holds version {self.version} and only takes newer "
-                "ones. No weight was changed."
+                f"Weight update {update_info.version} was refused: the engine holds version {self.version} and only "
+                "takes newer ones. No weight was changed."
             )
         if update_info.manifest.draft and self._draft is None:
             raise RefitError(
-                f"Weight update {update_info.version} was refused: it carries {len(update_info.manifest.draft)} draft tensors, "
-                "but the engine has no draft that training updates. No weight was changed."
+                f"Weight update {update_info.version} was refused: it carries {len(update_info.manifest.draft)} draft "
+                "tensors, but the engine has no draft that training updates. No weight was changed."
             )
         tensors = TRANSPORTS[update_info.transport](update_info)
         problems = find_problems(
@@ -206,7 +211,11 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             expected=self._expected,
             optional={_HEAD} if self._is_tied else (),
         )
-        if self._is_tied and not problems and not torch.equal(tensors.get(_HEAD, tensors[_EMBEDDING]), tensors[_EMBEDDING]):
+        if (
+            self._is_tied
+            and not problems
+            and not torch.equal(tensors.get(_HEAD, tensors[_EMBEDDING]), tensors[_EMBEDDING])
+        ):
             problems.append(f"{_HEAD} differs from {_EMBEDDING}, to which the policy's config ties it")
         if problems:
             raise RefitError(
@@ -272,8 +281,8 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 checked.add(wire) if is_equal else wrong.append(wire)
         if wrong:
             raise RefitError(
-                f"Weight update {staged.info.version}: after applying it the engine holds other values than were sent in "
-                f"{len(wrong)} tensor(s): {', '.join(sorted(wrong)[:8])}."
+                f"Weight update {staged.info.version}: after applying it the engine holds other values than were sent "
+                f"in {len(wrong)} tensor(s): {', '.join(sorted(wrong)[:8])}."
             )
         return VerifyResult(staged.info.version, frozenset(checked), frozenset(unchecked))
 
@@ -292,18 +301,18 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         frozen = {name for name, tensor in draft.static.items() if tensor.is_floating_point()}
         if unexplained := sorted(name for name in frozen if name != _HEAD):
             raise ConfigError(
-                f"{_DRAFT_KEY}: {where} holds tensors that are neither trained nor shared with the policy: {unexplained}. "
-                "Export the draft again."
+                f"{_DRAFT_KEY}: {where} holds tensors that are neither trained nor shared with the policy: "
+                f"{unexplained}. Export the draft again."
             )
         tensors = ModelTensors(draft.model)
         known = {name: tensors.parameter_name(name) for name in (*draft.trained, *frozen, *shared)}
         if None in known.values():
             return  # a loader renames tensors in a way that cannot be followed here
-        unread = {name for name in tensors.floating_names() if _NEVER_READ.fullmatch(name)}
-        if uncovered := sorted(tensors.floating_names() - unread - set(known.values())):
+        needed = {name for name in tensors.floating_names() if not _NEVER_SENT.fullmatch(name)}
+        if uncovered := sorted(needed - set(known.values())):
             raise ConfigError(
-                f"{_DRAFT_KEY}: the engine's draft has parameters that no update would reach: {uncovered}. {where} does not "
-                "hold the draft that is trained; export it again."
+                f"{_DRAFT_KEY}: the engine's draft has parameters that no update would reach: {uncovered}. {where} "
+                "does not hold the draft that is trained; export it again."
             )
 
     def _model_tensors(self, model: nn.Module) -> ModelTensors:

@@ -92,7 +92,7 @@ def make_runtime(
 ) -> Eagle3Runtime:
     vocab = None if ids is None else VocabMap(tuple(ids), arch.vocab_size)
     built = BuiltDraft(make_module(arch, seed), vocab, None)
-    spec = make_spec(arch, ids=ids)
+    spec = make_spec(arch, ids=ids, num_speculative_tokens=min(3, cfg.ttt_steps))
     return Eagle3Runtime(cfg, spec, built, device=torch.device("cpu"), dtype=torch.float32, seed=0)
 
 

@@ -136,6 +136,7 @@ def naive_eagle3(
     rule: str = "contiguous",
     ids: list[int] | None = None,
     drop: bool = False,
+    num_proposed: int = 1,
 ) -> NaiveResult:
     """The loss of a whole global batch and its metric sums."""
     charged = [
@@ -154,6 +155,7 @@ def naive_eagle3(
         pair[1] += den
 
     quality: dict[tuple[int, int, int], tuple[float, float, float]] = {}
+    choice: dict[tuple[int, int, int], int] = {}
     for k in range(depths):
         for d, t in charged[k]:
             doc = docs[d]
@@ -166,7 +168,7 @@ def naive_eagle3(
             if inside or not drop:
                 loss = loss + decay**k / total / len(charged[k]) * ce
             q = log_q.detach().exp()
-            best = int(ids_t[int(q.argmax())])
+            best = choice[d, t, k] = int(ids_t[int(q.argmax())])
             top1 = float(best == int(z.argmax()))
             overlap = float(torch.minimum(p[ids_t], q).sum())
             quality[d, t, k] = (top1, float(p[best]), overlap)
@@ -190,4 +192,32 @@ def naive_eagle3(
                 product = [a * b for a, b in zip(product, quality[d, t, k], strict=True)]
                 for name, value in zip(("hit", "greedy", "overlap"), product, strict=True):
                     add(f"prefix_{name}_{k + 1}", value)
+    for d, doc in enumerate(docs):
+        for accepted in engine_steps(doc, d, choice, num_proposed):
+            add("replayed_acceptance_length", accepted + 1.0)
+            for j in range(1, num_proposed + 1):
+                add(f"replayed_acceptance_{j}", float(accepted >= j))
     return NaiveResult(loss, charged, m)
+
+
+def engine_steps(doc: Document, d: int, choice: dict[tuple[int, int, int], int], num_proposed: int) -> list[int]:
+    """Accepted tokens of each step of an engine that emits exactly the document's sampled tokens."""
+    steps, last, size = [], 0, len(doc.tokens)
+    while last < size:
+        # Prompt or tool tokens: the next sampled token comes from a prefill. Before position 1 there is no feature.
+        if not doc.sampled[last] or last == 0:
+            last += 1
+            continue
+        if last + 1 == size or not doc.sampled[last + 1]:  # a span ends here, nothing is drafted
+            last += 1
+            continue
+        accepted = 0
+        while accepted < num_proposed:
+            at = last + 1 + accepted
+            is_response = at < size and all(doc.sampled[last : at + 1])
+            if not is_response or choice[d, last - 1, accepted] != doc.tokens[at]:
+                break
+            accepted += 1
+        steps.append(accepted)
+        last += accepted + 1
+    return steps

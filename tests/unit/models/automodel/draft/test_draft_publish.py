@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 
@@ -68,7 +69,7 @@ def test_a_new_draft_starts_from_the_policys_head_and_norm():
     assert torch.equal(built.module.lm_head.weight, _weights().head[IDS])
     assert torch.equal(built.module.norm.weight, _weights().final_norm)
     assert torch.equal(built.module.layers[0].hidden_norm.weight, torch.ones(12))
-    assert built.module.fc.weight.std() == pytest.approx(0.2, rel=0.2)
+    assert float(built.module.fc.weight.detach().std()) == pytest.approx(0.2, rel=0.2)
     assert built.vocab.ids == tuple(IDS)
 
 
@@ -305,10 +306,7 @@ def test_state_dict_resumes_bit_identically():
     adam = torch.optim.AdamW(one.param_group()["params"], lr=0.01)
     steps(one, adam, 2)
     saved = {k: v.clone() for k, v in one.state_dict().items()}
-    saved_adam = json.loads(json.dumps({"lr": 0.01})) and {k: v for k, v in adam.state_dict().items()}
-    import copy
-
-    saved_adam = copy.deepcopy(saved_adam)
+    saved_adam = copy.deepcopy(adam.state_dict())
     steps(one, adam, 2)
 
     two = make_runtime(arch, CFG, ids=IDS, seed=9)
@@ -441,5 +439,5 @@ def test_the_shared_embedding_is_read_again_each_step():
     runtime.begin_global_batch(batch, step=1, dp_group=None, policy_model=moved)
     mb = to_microbatch(batch, [0])
     after = runtime.loss(mb, give_features(runtime, mb, docs)).loss
-    assert abs(float(after) - float(before)) > 1e-3
+    assert abs(float(after.detach()) - float(before)) > 1e-3
     assert moved.embed.weight.grad is None

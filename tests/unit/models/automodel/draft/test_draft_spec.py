@@ -345,3 +345,17 @@ def test_expected_acceptance_adds_ratios_per_ordinal():
     assert metrics.expected_acceptance_length({}) == 1.0
     perfect = {f"prefix_hit_{j}": (5.0, 5.0) for j in range(1, 5)}
     assert metrics.expected_acceptance_length(perfect, "hit") == 5.0
+
+
+def test_replay_walks_along_a_response_as_the_engine_does():
+    from nemo_rl.models.automodel.draft.metrics import replay_drafting
+
+    one = [(4, 2), (5, 3), (6, 0), (7, 1), (8, 0), (9, 0)]
+    counts = replay_drafting(one)
+    assert counts.accepted == (2, 1, 0)
+    assert (counts.num_drafts, counts.num_accepted) == (3, 3)
+    assert [counts.at_least(j) for j in (1, 2, 3)] == [2, 1, 0]
+    # A gap starts another response, wherever the chain before it would have ended; the order of the rows is free.
+    other = [(20, 3), (21, 0), (30, 0)]
+    assert replay_drafting([*other, *reversed(one)]).accepted == (2, 1, 0, 3, 0)
+    assert replay_drafting([]).num_drafts == 0

@@ -59,6 +59,7 @@ def test_loss_gradients_and_metrics_equal_the_naive_loop(case):
         rule=cfg.mask_rule,
         ids=ids,
         drop=cfg.drop_out_of_vocab,
+        num_proposed=runtime.spec.num_speculative_tokens,
     )
     (want.loss * upstream).backward()
     assert float(got.loss) == pytest.approx(float(want.loss), rel=1e-5)

@@ -14,6 +14,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -31,7 +31,9 @@ Weights = dict[str, Tensor]
 
 def write_counting_policy(directory: Path, *, tie: bool = False) -> Weights:
     """Write the policy; returns its tensors (float32, checkpoint names)."""
-    write_tiny_policy(directory, hidden=HIDDEN, heads=HEADS, kv=KV_HEADS, head_dim=HEAD_DIM, intermediate=INTERMEDIATE, tie=tie)
+    write_tiny_policy(
+        directory, hidden=HIDDEN, heads=HEADS, kv=KV_HEADS, head_dim=HEAD_DIM, intermediate=INTERMEDIATE, tie=tie
+    )
     weights = load_file(str(directory / "model.safetensors"))
     vocab_size = weights["model.embed_tokens.weight"].shape[0]
     points = _points(vocab_size)
@@ -114,7 +116,9 @@ def speculative_config(draft_dir: Path, *, k: int = 3) -> dict[str, object]:
 
 
 def save(directory: Path, weights: Weights) -> None:
-    save_file({name: t.contiguous() for name, t in weights.items()}, str(directory / "model.safetensors"), {"format": "pt"})
+    save_file(
+        {name: t.contiguous() for name, t in weights.items()}, str(directory / "model.safetensors"), {"format": "pt"}
+    )
 
 
 def perturbed(weights: Weights, *, seed: int, scale: float = 0.02) -> Weights:

@@ -10,7 +10,14 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import SamplingCheckError
 from nemo_rl.models.generation.vllm import cpu_sampler_fix
 from tests.unit.models.generation.vllm import counting_models as counting
-from tests.unit.models.generation.vllm.conftest import MAX_LEN, STOP_TOKEN, Served, generation_config, make_worker, prompts
+from tests.unit.models.generation.vllm.conftest import (
+    MAX_LEN,
+    STOP_TOKEN,
+    Served,
+    generation_config,
+    make_worker,
+    prompts,
+)
 
 TEMPERATURE = 1.3
 

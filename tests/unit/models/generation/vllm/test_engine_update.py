@@ -10,6 +10,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import ConfigError, RefitError
+from nemo_rl.models.generation.vllm.vllm_worker import release_beside_another
 from nemo_rl.weight_sync.checksum import tensor_checksum
 from nemo_rl.weight_sync.interfaces import RefitPayload
 from tests.unit.models.generation.vllm import counting_models as counting
@@ -42,7 +43,7 @@ def _state(served: Served) -> tuple[list[list[int]], object, dict[str, str]]:
     return tokens, served.worker.spec_counters() - before, parameters
 
 
-# --- refused updates ----------------------------------------------------------------------------------------------------
+# --- refused updates ------------------------------------------------------------------------------
 
 
 def _without(name: str) -> Callable[[counting.Weights, counting.Weights], None]:
@@ -167,7 +168,7 @@ def test_one_array_under_two_names_is_told_apart(engine: Served) -> None:
         engine.worker.update_weights(dataclasses.replace(payload, tensors=arrays))
 
 
-# --- applied updates ----------------------------------------------------------------------------------------------------
+# --- applied updates ------------------------------------------------------------------------------
 
 
 def test_what_is_trained_is_owned_and_what_is_not_is_shared(served: Served) -> None:
@@ -233,7 +234,7 @@ def test_a_shared_embedding_follows_the_policy(engine: Served) -> None:
     assert torch.equal(draft.model.embed_tokens.weight[:320], policy["model.embed_tokens.weight"])
 
 
-# --- a second engine ----------------------------------------------------------------------------------------------------
+# --- a second engine ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,7 @@ def fresh(served: Served, new_weights) -> Iterator[Served]:
     worker = make_worker(policy_dir, generation_config(vllm_kwargs={"block_size": 32}))
     worker.build(speculative_config=counting.speculative_config(draft_dir), trained_draft_tensors=tuple(draft))
     yield Served(worker, policy_dir, draft_dir, policy, draft)
-    worker._llm = None  # the shared engine lives in this process too: no process-wide shutdown
+    release_beside_another(worker._llm)
 
 
 def test_an_updated_engine_equals_one_started_on_the_new_weights(engine: Served, fresh: Served, new_weights) -> None:
@@ -283,7 +284,9 @@ def test_a_tensor_that_the_loader_drops_is_found_and_the_engine_is_retired(
 
     monkeypatch.setattr(type(policy), "load_weights", forgetful)
     payload = counting.make_payload(0, counting.perturbed(fresh.policy, seed=8), fresh.draft)
-    with pytest.raises(RefitError, match=r"other values than were sent in 1 tensor\(s\): model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(
+        RefitError, match=r"other values than were sent in 1 tensor\(s\): model\.layers\.1\.mlp\.down_proj"
+    ):
         fresh.worker.update_weights(payload)
     for use in (
         lambda: fresh.worker.generate(DATA),
@@ -294,7 +297,7 @@ def test_a_tensor_that_the_loader_drops_is_found_and_the_engine_is_retired(
             use()
 
 
-# --- start-up -----------------------------------------------------------------------------------------------------------
+# --- start-up -------------------------------------------------------------------------------------
 
 
 def test_a_directory_that_lacks_a_trained_tensor_is_refused_at_start(served: Served, tmp_path) -> None:
@@ -341,14 +344,13 @@ def test_a_tied_policy_is_updated_through_its_embedding(served: Served, tmp_path
         with torch.no_grad():
             logits = model(out["output_ids"][row : row + 1, :end]).logits[0, start - 1 : end - 1]
         assert logits.argmax(-1).tolist() == out["output_ids"][row, start:end].tolist()
-    worker._llm = None  # as above
+    release_beside_another(worker._llm)
 
 
-def test_draft_tensors_without_a_draft_are_refused(served: Served, tmp_path) -> None:
-    """Covered by the engine of the throughput probe, which has no draft."""
-    plain = served.worker._start_engine(speculative_config=None, trained_draft_tensors=())
-    payload = counting.make_payload(0, served.policy, served.draft)
-    from nemo_rl.models.generation.vllm.vllm_worker import _send
-
+def test_draft_tensors_without_a_draft_are_refused(served: Served) -> None:
+    worker = make_worker(served.policy_dir, generation_config())
+    worker.build()
     with pytest.raises(RefitError, match="carries 13 draft tensors, but the engine has no draft"):
-        _send(plain, payload)
+        worker.update_weights(counting.make_payload(0, served.policy, served.draft))
+    assert worker.generate(DATA)["weight_versions"].tolist() == [-1] * DATA.size
+    release_beside_another(worker._llm)

@@ -29,7 +29,9 @@ def _positions(
     return _report(logits, tokens, top_k=top_k, temperature=temperature if asked is None else asked)
 
 
-def _report(logits: torch.Tensor, tokens: torch.Tensor, *, top_k: int, temperature: float = 1.0) -> list[SampledPosition]:
+def _report(
+    logits: torch.Tensor, tokens: torch.Tensor, *, top_k: int, temperature: float = 1.0
+) -> list[SampledPosition]:
     top = logits.log_softmax(-1).topk(top_k, dim=-1)
     return [
         SampledPosition(token, dict(zip(ids, values, strict=True)), temperature)
@@ -59,9 +61,7 @@ def test_exact_samples_pass_and_the_deviates_are_standard_normal(top_k: int, tem
 @pytest.mark.parametrize("top_k", [64, VOCAB])
 def test_a_wrong_temperature_is_found(asked: float, got: float, top_k: int) -> None:
     with pytest.raises(SamplingCheckError, match=r"sampling_check: got z="):
-        check_samples(
-            _positions(temperature=got, asked=asked, top_k=top_k, seed=0), vocab_size=VOCAB, max_z=6.0
-        )
+        check_samples(_positions(temperature=got, asked=asked, top_k=top_k, seed=0), vocab_size=VOCAB, max_z=6.0)
 
 
 def test_noise_over_a_large_vocabulary_is_found_although_it_misses_the_likely_tokens() -> None:
