@@ -125,8 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     try:
         settings = settings_of(options)
-        if is_up_to_date(options.out, settings):
-            record = read_record(options.out)
+        record = read_record(options.out)
+        if record is not None and is_up_to_date(options.out, settings):
             console.print(f"reusing {summary(options.out, record)}", soft_wrap=True)
             return 0
         check_target(options.out)

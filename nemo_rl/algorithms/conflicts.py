@@ -122,7 +122,7 @@ def _policy_conflicts(cfg: MasterConfig) -> list[str]:
     if policy.draft_enabled and draft_batch is not None and policy.train_global_batch_size % draft_batch:
         found.append(
             f"policy.draft.train_global_batch_size: got {draft_batch}; must divide policy.train_global_batch_size "
-            f"({policy.train_global_batch_size}). Use one of its divisors, or null for one draft update per policy update."
+            f"({policy.train_global_batch_size}). Use a divisor, or null for one draft update per policy update."
         )
     return found
 

@@ -8,6 +8,7 @@ validate, save. Which policy, engine, environment or draft sits behind an interf
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_rl.algorithms.advantages import group_advantages, scale_rewards, shape_overlong_rewards
+from nemo_rl.algorithms.config import ALGORITHM
 from nemo_rl.algorithms.dynamic_sampling import DynamicSamplingResult, informative_groups, sample_dynamically
 from nemo_rl.algorithms.metrics import acceptance_metrics, add_pairs, fold
 from nemo_rl.algorithms.validation import ValidationResult, validate
@@ -41,9 +43,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ALGORITHM = "grpo"
-"""What checkpoints of this loop say they are."""
 DATALOADER_FILE = "train_dataloader.json"
+CONSOLIDATED_DIR = "policy_hf"
+"""The policy in Hugging Face layout, with ``checkpointing.save_consolidated``."""
 
 
 @dataclass
@@ -265,15 +267,15 @@ class NonFiniteGuard:
             )
 
 
-def run_validation(c: GRPOComponents) -> ValidationResult:
-    """Validate the weights that the engines hold, log the result and remember it for checkpoint ranking."""
+def run_validation(c: GRPOComponents, dataset: PromptDataset) -> ValidationResult:
+    """Validate the weights that the engines hold, log the result and remember it for checkpoint ranking.
+
+    Args:
+        c: the run.
+        dataset: held-out prompts; the first `grpo.max_val_samples` that fit the engine are used.
+    """
     grpo, state = c.cfg.grpo, c.state
-    examples = []
-    for i in range(len(c.val_dataset)):
-        if len(examples) >= grpo.max_val_samples:
-            break
-        if not c.val_dataset[i].too_long:
-            examples.append(c.val_dataset[i])
+    examples = list(itertools.islice((e for e in dataset if not e.too_long), grpo.max_val_samples))
     with c.timer.time("validation"):
         result = validate(
             c.generation,
@@ -302,6 +304,8 @@ def save_checkpoint(c: GRPOComponents, train_metrics: dict[str, float]) -> Path:
     info["train_metrics"] = {name: value for name, value in train_metrics.items() if math.isfinite(value)}
     path = c.checkpointer.init_tmp_checkpoint(state.step, info, c.cfg)
     c.policy.save_checkpoint(str(path))
+    if c.cfg.checkpointing.save_consolidated:
+        c.policy.export_hf(str(path / CONSOLIDATED_DIR))
     c.checkpointer.save_json(path / DATALOADER_FILE, c.loader.state_dict())
     return c.checkpointer.finalize_checkpoint(path)
 
@@ -372,7 +376,7 @@ def grpo_train(c: GRPOComponents) -> GRPOState:
     source = PromptSource(c.loader, max_epochs=cfg.grpo.max_num_epochs)
     guard = NonFiniteGuard(cfg.grpo.max_nonfinite_steps)
     if cfg.grpo.val_at_start and state.step == 0 and c.val_dataset is not None:
-        run_validation(c)
+        run_validation(c, c.val_dataset)
 
     metrics: dict[str, float] = {}
     saved_step = state.step
@@ -390,7 +394,7 @@ def grpo_train(c: GRPOComponents) -> GRPOState:
         if c.val_dataset is not None and (
             (cfg.grpo.val_period > 0 and state.step % cfg.grpo.val_period == 0) or (is_last and cfg.grpo.val_at_end)
         ):
-            run_validation(c)
+            run_validation(c, c.val_dataset)
             should_stop = reached_target(cfg, state.val_metrics)
         metrics |= throughput_metrics(timer, metrics["train/num_generated_tokens"])
         metrics |= {f"timing/train/{k}": v for k, v in timer.reduce().items()}
@@ -408,7 +412,7 @@ def grpo_train(c: GRPOComponents) -> GRPOState:
             break
 
     if cfg.grpo.val_at_end and c.val_dataset is not None and state.validated_step != state.step:
-        run_validation(c)
+        run_validation(c, c.val_dataset)
     if cfg.checkpointing.enabled and saved_step != state.step:
         save_checkpoint(c, metrics)  # the data ended where no one could know that it was the last step
     return state
@@ -416,8 +420,8 @@ def grpo_train(c: GRPOComponents) -> GRPOState:
 
 def reached_target(cfg: MasterConfig, val_metrics: dict[str, float]) -> bool:
     """Whether the early-stop metric has reached its threshold."""
-    name = cfg.grpo.stop_at_validation_metric
-    return name is not None and val_metrics[name] >= cfg.grpo.stop_at_validation_threshold
+    name, threshold = cfg.grpo.stop_at_validation_metric, cfg.grpo.stop_at_validation_threshold
+    return name is not None and threshold is not None and val_metrics[name] >= threshold
 
 
 def throughput_metrics(timer: Timer, generated_tokens: float) -> dict[str, float]:

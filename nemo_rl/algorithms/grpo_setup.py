@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import json
 import logging
 import platform
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from nemo_rl.algorithms.grpo import ALGORITHM, DATALOADER_FILE, GRPOComponents, GRPOState, grpo_train
+from nemo_rl.algorithms.config import ALGORITHM
+from nemo_rl.algorithms.grpo import DATALOADER_FILE, GRPOComponents, GRPOState, grpo_train
 from nemo_rl.algorithms.loss import ClippedPGLossFn
 from nemo_rl.data.datasets import build_datasets
 from nemo_rl.data.loader import PromptLoader
@@ -34,7 +36,9 @@ from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.config import MasterConfig
+    from nemo_rl.algorithms.config import Device, MasterConfig
+    from nemo_rl.algorithms.validation import ValidationResult
+    from nemo_rl.experience.rollouts import Decoder
     from nemo_rl.utils.preflight import PreflightResult
 
 log = logging.getLogger(__name__)
@@ -179,7 +183,7 @@ def setup(
             f"{check.num_tokens} tokens (z = {check.z:+.1f})"
         )
 
-    def on_validation(step: int, result: object) -> None:
+    def on_validation(step: int, result: ValidationResult) -> None:
         progress.validation(step, result.metrics)
         if result.samples:
             progress.samples(step, result.samples)
@@ -190,7 +194,8 @@ def setup(
         generation=generation,
         synchronizer=synchronizer,
         environment=environment,
-        tokenizer=tokenizer,
+        # One list of ids decodes to one text; transformers' annotation is wider because it takes several, too.
+        tokenizer=cast("Decoder", tokenizer),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         loader=loader,
         val_dataset=val,
@@ -204,7 +209,7 @@ def setup(
     )
 
 
-def build_clusters(cfg: MasterConfig, *, device: str) -> tuple[RayVirtualCluster, RayVirtualCluster]:
+def build_clusters(cfg: MasterConfig, *, device: Device) -> tuple[RayVirtualCluster, RayVirtualCluster]:
     """Reserve worker slots for training and for generation.
 
     Args:
@@ -227,16 +232,20 @@ def build_clusters(cfg: MasterConfig, *, device: str) -> tuple[RayVirtualCluster
         return shared, shared
     own = cfg.policy.generation.colocated.resources
     if nodes == 1:
-        return cluster([gpus - own.gpus_per_node], name="policy"), cluster([own.gpus_per_node], name="generation")
-    return cluster([gpus] * (nodes - own.num_nodes), name="policy"), cluster([gpus] * own.num_nodes, name="generation")
+        own_gpus = own.gpus_per_node
+        assert own_gpus is not None, "separate devices without their number are a conflict of the configuration"
+        return cluster([gpus - own_gpus], name="policy"), cluster([own_gpus], name="generation")
+    own_nodes = own.num_nodes
+    assert own_nodes is not None, "separate devices without their number are a conflict of the configuration"
+    return cluster([gpus] * (nodes - own_nodes), name="policy"), cluster([gpus] * own_nodes, name="generation")
 
 
 def probe_throughput(c: GRPOComponents) -> None:
     """Measure rollouts of the final policy with and without speculation on the same prompts, and log the ratio."""
     probe = c.cfg.policy.generation.throughput_probe
     dataset = c.val_dataset if c.val_dataset is not None else c.loader.dataset
-    examples = [e for e in (dataset[i] for i in range(min(len(dataset), 4 * probe.num_prompts))) if not e.too_long]
-    examples = examples[: probe.num_prompts]
+    candidates = itertools.islice(dataset, 4 * probe.num_prompts)
+    examples = [e for e in candidates if not e.too_long][: probe.num_prompts]
     seeds = [sample_seed(seed=c.cfg.grpo.seed, step=0, draw=0, index=i, purpose="probe") for i in range(len(examples))]
     prompts = pack_prompts(examples, num_generations=1, pad_token_id=c.pad_token_id, seeds=seeds)
     result = c.generation.measure_throughput(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.data.sources import (
@@ -20,6 +20,7 @@ from nemo_rl.data.sources import (
     read_jsonl,
     whole_text,
 )
+from nemo_rl.data.tokenizer import render_chat
 from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,11 +95,11 @@ class PromptWriter:
         """Return the prompt's text and its token ids."""
         content = question if self._template is None else self._template.format(question)
         messages = [*self._head, {"role": "user", "content": content}]
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = render_chat(self._tokenizer, messages)
         return text, self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-class PromptDataset(Sequence[PromptExample]):
+class PromptDataset:
     """Prompts by index, written when asked for."""
 
     def __init__(self, source: QuestionSource, writer: PromptWriter, *, env_name: str, max_input_len: int) -> None:
@@ -126,6 +127,10 @@ class PromptDataset(Sequence[PromptExample]):
         question = self._source[index]
         text, ids = self._writer.write(question.text)
         return PromptExample(index, ids, text, self._env_name, question.metadata, len(ids) > self._max_input_len)
+
+    def __iter__(self) -> Iterator[PromptExample]:
+        """Write the prompts in order."""
+        return (self[index] for index in range(len(self)))
 
 
 def build_datasets(
@@ -256,7 +261,8 @@ def _hub_sources(
     if val_split is not None:
         val = load_table(known.path, setting=setting, subset=known.subset, split=val_split, usual=())
         return fields.source(train, origin=known.path), fields.source(val, origin=known.path)
-    parts = train.train_test_split(test_size=HOLD_OUT_FRACTION, seed=seed)
+    # A decorator of the library hides that the result is no single table.
+    parts = cast("datasets.DatasetDict", train.train_test_split(test_size=HOLD_OUT_FRACTION, seed=seed))
     return (
         fields.source(parts["train"], origin=f"{known.path} (part kept for training)"),
         fields.source(parts["test"], origin=f"{known.path} (part held out)"),

@@ -64,6 +64,11 @@ class PromptLoader:
         self._position = 0
 
     @property
+    def dataset(self) -> PromptDataset:
+        """The prompts, in the data set's own order."""
+        return self._dataset
+
+    @property
     def epoch(self) -> int:
         """Epochs that are over."""
         return self._epoch

@@ -49,6 +49,16 @@ class QuestionSource(Protocol):
         """Question number `index`."""
 
 
+class Records(Protocol):
+    """Rows by index: a list, or a Hugging Face data set."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """Row number `index`."""
+
+
 class ReasoningGymSource:
     """Questions of one reasoning-gym task; the entry is kept, so that the task itself can score answers to it."""
 
@@ -123,7 +133,7 @@ class RecordSource:
 
     def __init__(
         self,
-        records: Sequence[Mapping[str, Any]],
+        records: Records,
         *,
         origin: str,
         input_key: str,
@@ -330,7 +340,9 @@ def load_table(
     Raises:
         ConfigError: nothing loads, or there is no such split.
     """
-    import datasets  # imports torch where it is installed, and generated or JSONL data do not need it
+    # Imported here: it brings torch along where that is installed, and generated or JSONL data do not need it.
+    import datasets
+    import datasets.exceptions
 
     local = Path(path).expanduser()
     if local.is_file() and local.suffix not in BUILDERS:
@@ -352,15 +364,15 @@ def load_table(
         ) from err
     if isinstance(loaded, datasets.Dataset):
         return loaded
-    if split is None:
-        only = next(iter(loaded)) if len(loaded) == 1 else None
-        split = next((name for name in usual if name in loaded), only)
-    if split not in loaded:
+    tables = {str(name): table for name, table in loaded.items()}
+    only = next(iter(tables)) if len(tables) == 1 else None
+    chosen = next((name for name in usual if name in tables), only) if split is None else split
+    if chosen not in tables:
         raise ConfigError(
-            f"{setting}: {path} has no split {split or ' or '.join(usual)!r}; it has {', '.join(loaded)}. "
+            f"{setting}: {path} has no split {chosen or ' or '.join(usual)!r}; it has {', '.join(tables)}. "
             "Set data.train_split or data.val_split."
         )
-    return loaded[split]
+    return tables[chosen]
 
 
 def check_columns(table: datasets.Dataset, *, origin: str, keys: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from nemo_rl.errors import ConfigError
 
@@ -63,7 +63,7 @@ def load_tokenizer(cfg: TokenizerConfig) -> PreTrainedTokenizerBase:
 
     template = chat_template_text(cfg.chat_template)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(cfg.name)
+        tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(cfg.name))
     except Exception as err:  # the tokenizers library raises bare Exception for a damaged file
         raise ConfigError(
             f"{KEY}.name: got {cfg.name!r}; must be a directory with tokenizer files or a hub name, and no tokenizer "
@@ -89,12 +89,24 @@ def load_tokenizer(cfg: TokenizerConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """Write messages with the chat template, up to where the response begins.
+
+    Args:
+        tokenizer: from `load_tokenizer`.
+        messages: `role` and `content` of each.
+    """
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert isinstance(text, str), f"a template renders to text when nothing is tokenized, not to {type(text).__name__}"
+    return text
+
+
 def _check_rendering(tokenizer: PreTrainedTokenizerBase, cfg: TokenizerConfig) -> None:
     from jinja2 import TemplateError  # comes with transformers' chat templates
 
     probe = [{"role": "user", "content": "1 + 1"}]
     try:
-        text = tokenizer.apply_chat_template(probe, add_generation_prompt=True, tokenize=False)
+        text = render_chat(tokenizer, probe)
     except (TemplateError, TypeError, ValueError) as err:
         raise ConfigError(
             f"{KEY}.chat_template: got {cfg.chat_template!r} with chat_template_kwargs {cfg.chat_template_kwargs!r}; "

@@ -17,15 +17,15 @@ class BatchedDataDict(UserDict):
     Setting a key checks its length against the other keys, so a column that lost its rows fails where it is set.
     """
 
-    def __setitem__(self, key: str, value: Tensor | list) -> None:
-        rows = _num_rows(key, value)
+    def __setitem__(self, key: str, item: Tensor | list) -> None:
+        rows = _num_rows(key, item)
         other = next((name for name in self.data if name != key), None)
         if other is not None and len(self.data[other]) != rows:
             raise ValueError(
                 f"BatchedDataDict[{key!r}]: got {rows} rows; {other!r} has {len(self.data[other])}. "
                 "Every column of a batch holds one row per sample."
             )
-        super().__setitem__(key, value)
+        super().__setitem__(key, item)
 
     @property
     def size(self) -> int:

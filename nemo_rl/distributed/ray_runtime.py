@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 from ray._private import ray_constants
+from ray.exceptions import AuthenticationError
 
 from nemo_rl.distributed.device import is_joining_cluster, resolve_device, visible_gpu_count
 from nemo_rl.distributed.environment import LOOPBACK
@@ -323,7 +324,7 @@ def _join(device: str) -> _Session:
     with _loopback_kept_as_given(given):
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as err:
+        except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as err:
             raise ConfigError(
                 f"RAY_ADDRESS: got {given!r}; {err}. Set it to the host:port that `ray start --head` printed, "
                 "or unset it to start a cluster on this machine."

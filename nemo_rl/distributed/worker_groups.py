@@ -266,7 +266,7 @@ class RayWorkerGroup:
         if not workers or not ray.is_initialized():
             return
         if self._failure is None:
-            closing = [worker.close.remote() for worker in workers]
+            closing: list[ObjectRef] = [worker.close.remote() for worker in workers]
             _, late = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
             for rank, ref in enumerate(closing):
                 if ref in late:
@@ -297,7 +297,9 @@ class RayWorkerGroup:
             runtime_env={"env_vars": env},
             scheduling_strategy=slots[0].scheduling(),
         )
-        return actor.remote()
+        handle = actor.remote()
+        assert isinstance(handle, ActorHandle), "the remote form of a class makes actors"
+        return handle
 
     def _rank_env(self, rank: int, *, slot: BundleSlot, local_rank: int) -> dict[str, str]:
         return {

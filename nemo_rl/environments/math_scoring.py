@@ -18,23 +18,25 @@ GOLD_TARGETS = (LatexExtractionConfig(),)
 RESPONSE_TARGETS = (ExprExtractionConfig(), LatexExtractionConfig())
 PRECISION = 6
 """Decimal places that numbers must agree in."""
+NO_TIMEOUT = 0
+"""Switches off the library's own timeouts."""
 
 
 def score_math(job: MathJob, note: Note) -> None:
     """Score 1.0 if an answer in the response equals the expected one, else 0.0.
 
     Args:
-        job: what to compare. The library's own timeouts are off: the worker's covers the whole job.
+        job: what to compare. The worker's timeout covers the whole of it.
         note: receives the score, then the answer's text, whose conversion can be slow.
 
     Raises:
         ValueError: the expected answer cannot be parsed.
     """
-    gold = parse("\\boxed{" + job.ground_truth + "}", GOLD_TARGETS, parsing_timeout=None)
+    gold = parse("\\boxed{" + job.ground_truth + "}", GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
     if not gold:
         raise ValueError(f"the expected answer {job.ground_truth!r} is no mathematical expression")
-    found = parse(job.response, RESPONSE_TARGETS, parsing_timeout=None)
-    is_equal = bool(found) and verify(gold, found, PRECISION, timeout_seconds=None)
+    found = parse(job.response, RESPONSE_TARGETS, parsing_timeout=NO_TIMEOUT)
+    is_equal = bool(found) and verify(gold, found, PRECISION, timeout_seconds=NO_TIMEOUT)
     note(float(is_equal), None)
     if found:
         note(float(is_equal), str(found[-1]))

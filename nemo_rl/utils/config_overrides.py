@@ -64,7 +64,7 @@ def _delete(tree: dict[str, Any], key: str) -> None:
     for part in parents:
         schema, default = child_type(schema, part, node), default_below(schema, part, node)
         node = _descend(node, part, default=default) if has_key(node, part) or default is not None else None
-    if not has_key(node, last):
+    if node is None or not has_key(node, last):
         raise ConfigError(
             f"~{key}: got a key that is not set; nothing to delete. Check the spelling, or remove ~{key}."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import (
@@ -177,7 +177,7 @@ class RunProgress:
     def _mark(self, symbol: str, plain: str) -> str:
         return symbol if self._utf8 else plain
 
-    def _panel(self, body: object, *, title: str, style: str) -> Panel:
+    def _panel(self, body: RenderableType, *, title: str, style: str) -> Panel:
         return Panel(body, title=Text(title, style="bold"), title_align="left", border_style=style, padding=(0, 1))
 
     def _step_parts(self, step: int, metrics: Mapping[str, float]) -> list[Text]:

@@ -3,10 +3,10 @@
     .venv/bin/python tools/bench/draft_loss.py
     .venv/bin/python tools/bench/draft_loss.py --hidden 512 --vocab 16384 --lengths 512 --batch 4
 
-Both sides get the same policy features and logits and compute the same loss (nemo_automodel's mask rule, `input`), which
-is checked before anything is timed. Each side runs in a process of its own, so that peak memory is its own too: peak
-resident memory during the timed repeats minus the resident memory with inputs and weights in place. Times are medians;
-the sides take turns. With `--mask-rule contiguous` ours supervises what the engine can use (the default in training).
+Both sides get the same policy features and logits and compute the same loss (nemo_automodel's mask rule, `input`),
+which is checked before anything is timed. Each side runs in a process of its own, so that peak memory is its own too:
+peak resident memory of a step minus the resident memory with inputs and weights in place. Times are medians; the sides
+take turns. With `--mask-rule contiguous` ours supervises what the engine can use (the default in training).
 """
 
 from __future__ import annotations
@@ -18,13 +18,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--lengths", type=int, default=256, help="longest sample; the others are spread down to a third")
+    parser.add_argument(
+        "--lengths", type=int, default=256, help="longest sample; the others are spread down to a third"
+    )
     parser.add_argument("--prompt", type=float, default=0.3, help="share of each sample that is prompt")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=8192)
@@ -67,7 +78,8 @@ def initial_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, object]:
     }
 
 
-def build_ours(args: argparse.Namespace, data: SimpleNamespace):
+def build_ours(args: argparse.Namespace, data: SimpleNamespace) -> tuple[Callable[[], float], nn.Module]:
+    """One step of our runtime, and its module."""
     import torch
     from torch import nn
 
@@ -106,9 +118,7 @@ def build_ours(args: argparse.Namespace, data: SimpleNamespace):
                 layer(None)
 
     policy = Policy()
-    cfg = Eagle3DraftConfig(
-        enabled=True, ttt_steps=args.depths, mask_rule=args.mask_rule, aux_layer_indices=(0, 1, 2)
-    )
+    cfg = Eagle3DraftConfig(enabled=True, ttt_steps=args.depths, mask_rule=args.mask_rule, aux_layer_indices=(0, 1, 2))
     spec = resolve_spec(cfg, policy_config=policy_config(args), k=3, max_model_len=args.lengths, dtype="float32")
     runtime = build_draft_runtime(
         cfg, spec, policy_model=policy, device="cpu", dtype=torch.float32, draft_dir=None, seed=0
@@ -147,7 +157,8 @@ def build_ours(args: argparse.Namespace, data: SimpleNamespace):
     return step, module
 
 
-def build_automodel(args: argparse.Namespace, data: SimpleNamespace):
+def build_automodel(args: argparse.Namespace, data: SimpleNamespace) -> tuple[Callable[[], float], nn.Module]:
+    """One step of nemo_automodel's trainer module, and its draft."""
     import torch
     from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule
     from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
@@ -190,6 +201,7 @@ def build_automodel(args: argparse.Namespace, data: SimpleNamespace):
 
 
 def policy_config(args: argparse.Namespace) -> dict[str, object]:
+    """The config.json of the policy that both sides draft for."""
     return {
         "model_type": "qwen3",
         "num_hidden_layers": 4,
@@ -251,6 +263,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Compare the two sides."""
     args = parse()
     if args.side:
         measure(args)
@@ -287,7 +300,8 @@ def main() -> None:
     if args.mask_rule == "input" and not same:
         sys.exit("the two sides do not compute the same loss: nothing was compared")
     print(
-        f"ratio (automodel / ours): time {statistics.median(times['automodel']) / statistics.median(times['ours']):.2f}x, "
+        "ratio (automodel / ours): "
+        f"time {statistics.median(times['automodel']) / statistics.median(times['ours']):.2f}x, "
         f"memory {first['automodel']['mib'] / first['ours']['mib']:.2f}x"
     )
 

@@ -36,9 +36,12 @@ from nemo_rl.models.automodel.setup import (
     clean_name,
     named_state,
     reshard,
+    tied_head_alias,
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase
 
 FORMAT = "nemo_rl.policy"
@@ -138,12 +141,14 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 def _rng_tensors() -> dict[str, Tensor]:
     """Random state of this rank: torch (CPU, CUDA), numpy and python."""
     prefix = f"rng.{dist.get_rank()}"
-    _, keys, position, has_gauss, gauss = np.random.get_state()
+    numpy_state = np.random.get_state(legacy=False)
     version, words, next_gauss = random.getstate()
     out = {
         f"{prefix}.torch": torch.get_rng_state(),
-        f"{prefix}.numpy_keys": torch.from_numpy(keys.astype(np.int64)),
-        f"{prefix}.numpy_rest": torch.tensor([position, has_gauss, gauss], dtype=torch.float64),
+        f"{prefix}.numpy_keys": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        f"{prefix}.numpy_rest": torch.tensor(
+            [numpy_state["state"]["pos"], numpy_state["has_gauss"], numpy_state["gauss"]], dtype=torch.float64
+        ),
         f"{prefix}.python_words": torch.tensor(words, dtype=torch.int64),
         f"{prefix}.python_rest": torch.tensor(
             [version, next_gauss is not None, next_gauss or 0.0], dtype=torch.float64
@@ -308,7 +313,7 @@ def _restore_rng(tensors: dict[str, Tensor]) -> None:
 # -- Hugging Face export ---------------------------------------------------------------------------------------------
 
 
-def export_hf(directory: Path, *, model: nn.Module, model_dir: str, dtype: torch.dtype) -> None:
+def export_hf(directory: Path, *, model: PreTrainedModel, model_dir: str, dtype: torch.dtype) -> None:
     """Write the policy as a directory that transformers and vLLM load. Collective; rank 0 writes.
 
     Args:
@@ -320,7 +325,8 @@ def export_hf(directory: Path, *, model: nn.Module, model_dir: str, dtype: torch
     from safetensors.torch import save_file
 
     is_writer = dist.get_rank() == 0
-    alias = model.config.tie_word_embeddings and "lm_head.weight"
+    tied = tied_head_alias(model)
+    alias = None if tied is None else tied[0]
     layout = {k: v for k, v in checkpoint_layout(model).items() if k != alias}
     shards = _plan_shards(layout, itemsize=dtype.itemsize)
     file_names = [
@@ -361,7 +367,7 @@ def _plan_shards(layout: dict[str, tuple[int, ...]], *, itemsize: int) -> list[l
     return shards
 
 
-def _copy_config(directory: Path, *, model: nn.Module, model_dir: str, dtype: torch.dtype) -> None:
+def _copy_config(directory: Path, *, model: PreTrainedModel, model_dir: str, dtype: torch.dtype) -> None:
     source = Path(model_dir)
     config_file = source / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else model.config.to_dict()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -34,11 +35,8 @@ def automodel_without_cuda() -> Iterator[None]:
     # Imported here: the module costs seconds, and this file is imported where no model is built.
     from nemo_automodel._transformers import auto_model
 
-    current_device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    auto_model.torch = _TorchWithoutCuda()
-    try:
+    with (
+        patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        patch.object(auto_model, "torch", _TorchWithoutCuda()),
+    ):
         yield
-    finally:
-        torch.cuda.current_device = current_device
-        auto_model.torch = torch

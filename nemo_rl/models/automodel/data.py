@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -285,7 +285,7 @@ def make_microbatch(
     )
 
 
-def _resize(value: object, *, width: int, new_width: int) -> object:
+def _resize(value: Any, *, width: int, new_width: int) -> Any:
     """Cut or zero-pad the second axis of a tensor that has `width` columns; leave everything else."""
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != width or width == new_width:
         return value

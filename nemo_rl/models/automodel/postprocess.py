@@ -54,7 +54,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_N,) = grad_outputs
         logits_NV, targets_N, log_norm = ctx.saved_tensors
         grad_logits = torch.empty_like(logits_NV)
         for a in range(0, len(targets_N), ctx.chunk):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nemo_rl.errors import ConfigError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedModel
 
     from nemo_rl.models.optim_config import SchedulerEntry
     from nemo_rl.models.policy.config import PolicyConfig
@@ -102,7 +103,6 @@ def build_parallel_context(cfg: PolicyConfig, *, device: torch.device) -> Parall
     """
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
-    from nemo_automodel.components.distributed.mesh_utils import get_flat_mesh
 
     dtensor, world = cfg.dtensor_cfg, dist.get_world_size()
     check_parallel_sizes(cfg, world_size=world)
@@ -123,16 +123,25 @@ def build_parallel_context(cfg: PolicyConfig, *, device: torch.device) -> Parall
         world_size=world,
     )
     mesh = setup.mesh_context
-    dp_mesh = get_flat_mesh(mesh.device_mesh, "dp")
+    dp_mesh, dp_size = _flat_mesh(mesh, "dp"), mesh.dp_size
+    assert dp_size is not None, "FSDP2 meshes have a data-parallel axis"
     return ParallelContext(
         device=device,
         mesh=mesh,
         dp_mesh=dp_mesh,
         dp_group=dp_mesh.get_group(),
-        dp_size=mesh.dp_size,
+        dp_size=dp_size,
         tp_size=mesh.tp_size,
-        average_size=mesh.dp_size * mesh.cp_size,
+        average_size=dp_size * mesh.cp_size,
     )
+
+
+def _flat_mesh(mesh: MeshContext, name: str) -> DeviceMesh:
+    """The one-dimensional mesh of this name."""
+    from nemo_automodel.components.distributed.mesh_utils import get_flat_mesh
+
+    assert mesh.device_mesh is not None, "DistributedSetup.build makes the meshes of an FSDP2Config"
+    return get_flat_mesh(mesh.device_mesh, name)
 
 
 def check_parallel_sizes(cfg: PolicyConfig, *, world_size: int) -> None:
@@ -159,7 +168,7 @@ def check_parallel_sizes(cfg: PolicyConfig, *, world_size: int) -> None:
         )
 
 
-def build_model(cfg: PolicyConfig, parallel: ParallelContext) -> nn.Module:
+def build_model(cfg: PolicyConfig, parallel: ParallelContext) -> PreTrainedModel:
     """Load the policy, sharded over the mesh, in fp32 master weights.
 
     Raises:
@@ -188,7 +197,7 @@ def build_model(cfg: PolicyConfig, parallel: ParallelContext) -> nn.Module:
             cfg.model_name, dtype=torch.float32, distributed_setup=setup, **kwargs
         )
     if dist.get_world_size() == 1 and cfg.precision != "float32":
-        model = _shard_on_one_rank(model, cfg, parallel)
+        _shard_on_one_rank(model, cfg, parallel)
     if cfg.sequence_packing.enabled and not _uses_transformers_attention(model):
         raise ConfigError(
             f"policy.sequence_packing.enabled: got true; must be false for {type(model).__name__}, whose attention "
@@ -205,16 +214,19 @@ def _quiet_automodel() -> None:
             logger.setLevel(logging.WARNING)
 
 
-def _shard_on_one_rank(model: nn.Module, cfg: PolicyConfig, parallel: ParallelContext) -> nn.Module:
-    """Wrap with FSDP2 for its mixed precision: nemo_automodel leaves the model of a one-rank mesh unwrapped."""
-    from nemo_automodel.components.distributed.mesh_utils import get_flat_mesh
+def _shard_on_one_rank(model: nn.Module, cfg: PolicyConfig, parallel: ParallelContext) -> None:
+    """Apply FSDP2 for its mixed precision: nemo_automodel leaves the model of a one-rank mesh as it is."""
+    from nemo_automodel.components.distributed.config import FSDP2Config
     from nemo_automodel.components.distributed.parallelizer import apply_fsdp2_sharding_recursively
 
-    mesh = get_flat_mesh(parallel.mesh.device_mesh, "dp_shard_cp")
-    policy, offload = mixed_precision(cfg), parallel.mesh.strategy_config.offload_policy
+    strategy = parallel.mesh.strategy_config
+    assert isinstance(strategy, FSDP2Config), "build_parallel_context makes no other"
+    mesh = _flat_mesh(parallel.mesh, "dp_shard_cp")
+    policy, offload = mixed_precision(cfg), strategy.offload_policy
     apply_fsdp2_sharding_recursively(model, mesh, policy, offload)
-    kwargs = {} if offload is None else {"offload_policy": offload}
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, **kwargs)
+    fully_shard(
+        model, mesh=mesh, mp_policy=policy, offload_policy=offload or OffloadPolicy(), reshard_after_forward=False
+    )
 
 
 def _uses_transformers_attention(model: nn.Module) -> bool:
@@ -258,7 +270,7 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
         Name to parameter or buffer (DTensor when sharded), in the order of the module tree.
     """
     reshard(model)
-    out = {clean_name(n): p for n, p in model.named_parameters()}
+    out: dict[str, Tensor] = {clean_name(n): p for n, p in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -340,8 +352,8 @@ def build_optimizer_group(
     key = "policy" if name == "policy" else f"policy.{name}"
     named = list(params) if params is not None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}
-    matrices = {"params": [p for _, p in named if p.ndim >= 2], "group_name": name}
-    vectors = {"params": [p for _, p in named if p.ndim < 2], "group_name": name}
+    matrices: dict[str, Any] = {"params": [p for _, p in named if p.ndim >= 2], "group_name": name}
+    vectors: dict[str, Any] = {"params": [p for _, p in named if p.ndim < 2], "group_name": name}
     if "weight_decay" in options:
         vectors["weight_decay"] = 0.0
     cls = resolve_class(optimizer, key=f"{key}.optimizer.name")
@@ -380,7 +392,7 @@ def build_scheduler(optimizer: Optimizer, entries: Sequence[SchedulerEntry] | No
 # -- weights by their Hugging Face names -----------------------------------------------------------------------------
 
 
-def tied_head_alias(model: nn.Module) -> tuple[str, str] | None:
+def tied_head_alias(model: PreTrainedModel) -> tuple[str, str] | None:
     """Return (name of the head, name of the embedding that it shares) when the model ties them, else None.
 
     The generation engine repacks the head, so a shared head has to be sent under its own name too.
@@ -392,14 +404,14 @@ def tied_head_alias(model: nn.Module) -> tuple[str, str] | None:
     return f"{names[id(head)]}.weight", f"{names[id(embedding)]}.weight"
 
 
-def _to_checkpoint_names(model: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    adapter = getattr(model, "state_dict_adapter", None)
+def _to_checkpoint_names(model: PreTrainedModel, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    adapter: Any = getattr(model, "state_dict_adapter", None)
     if adapter is None:
         return [(name, tensor)]
     return adapter.convert_single_tensor_to_hf(name, tensor, exclude_key_regex=r".*_extra_state.*", quantization=False)
 
 
-def checkpoint_layout(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def checkpoint_layout(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the policy in its Hugging Face checkpoint; communicates nothing."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in named_state(model).items():
@@ -412,7 +424,7 @@ def checkpoint_layout(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 @torch.no_grad()
-def checkpoint_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Gather the policy one tensor at a time. Collective: every rank must consume the whole iterator.
 
     Args:
@@ -424,7 +436,7 @@ def checkpoint_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tupl
     """
     alias = tied_head_alias(model)
     for name, tensor in named_state(model).items():
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
         for hf_name, t in _to_checkpoint_names(model, name, full):
             target = dtype if t.is_floating_point() else t.dtype
             sent = t.to(device="cpu", dtype=target, copy=True).contiguous()

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from nemo_rl.distributed.collectives import all_reduce_max, all_reduce_sum
@@ -36,6 +36,8 @@ from nemo_rl.models.automodel.setup import (
 from nemo_rl.models.policy.results import BatchResult, GroupResult, MetricPairs
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase
     from nemo_rl.models.policy.config import PolicyConfig
@@ -68,6 +70,13 @@ class _Sums:
         return {name: (num, den) for name, (num, den) in zip(self.pairs, values, strict=True)}
 
 
+class DraftTraining(NamedTuple):
+    """A draft that is trained beside the policy, and its optimizer."""
+
+    runtime: _DraftRuntimeBase
+    group: OptimizerGroup
+
+
 class PolicyTrainer:
     """The computations of one policy rank. Holds no RPC and no file handling."""
 
@@ -75,11 +84,10 @@ class PolicyTrainer:
         self,
         cfg: PolicyConfig,
         parallel: ParallelContext,
-        model: nn.Module,
+        model: PreTrainedModel,
         policy_group: OptimizerGroup,
         *,
-        draft: _DraftRuntimeBase | None,
-        draft_group: OptimizerGroup | None,
+        draft: DraftTraining | None,
     ) -> None:
         """Store the parts.
 
@@ -88,15 +96,13 @@ class PolicyTrainer:
             parallel: where this rank stands.
             model: the policy.
             policy_group: its optimizer.
-            draft: the draft's runtime; None = no draft is trained.
-            draft_group: its optimizer; given exactly when `draft` is.
+            draft: the draft's runtime and optimizer; None = no draft is trained.
         """
         self.cfg = cfg
         self.parallel = parallel
         self.model = model
         self.policy_group = policy_group
         self.draft = draft
-        self.draft_group = draft_group
         self._forward_kwargs = forward_kwargs(model)
         self._temperature = float(cfg.generation.temperature)
 
@@ -175,11 +181,12 @@ class PolicyTrainer:
         for part in self._draft_batches(data):
             draft_sums = _Sums(self.parallel.device)
             num_microbatches += self._accumulate(part, loss_fn, valid, policy_sums, draft_sums, step=step, clock=clock)
-            if self.draft_group is not None:
+            if self.draft is not None:
                 with clock("draft_s"):
-                    draft_results.append(self._step_group(self.draft_group, draft_sums))
+                    # Its movement is the sign that the draft learns; the copy of a policy would be too large.
+                    draft_results.append(self._step_group(self.draft.group, draft_sums, is_measured=True))
         with clock("optimizer_s"):
-            policy_result = self._step_group(self.policy_group, policy_sums)
+            policy_result = self._step_group(self.policy_group, policy_sums, is_measured=False)
         toks, seqs = valid.tolist()
         return BatchResult(policy_result, tuple(draft_results), toks, seqs, num_microbatches, clock.seconds)
 
@@ -203,18 +210,20 @@ class PolicyTrainer:
         """Forward and backward of policy and draft over one global batch of the draft; returns the micro-batches."""
         spec = microbatch_spec(self.cfg, is_training=True)
         groups, num_steps = self._plan(data, spec)
+        draft = None if self.draft is None else self.draft.runtime
         if self.draft is not None:
-            self.draft_group.optimizer.zero_grad(set_to_none=True)
+            self.draft.group.optimizer.zero_grad(set_to_none=True)
+        if draft is not None:
             with clock("draft_s"):
-                self.draft.begin_global_batch(data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model)
+                draft.begin_global_batch(data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model)
         for mb in make_microbatches(data, groups, spec, num_steps=num_steps, device=self.parallel.device):
             with clock("policy_fwd_bwd_s"):
-                with self.draft.capture(self.model) if self.draft is not None else nullcontext():
+                with draft.capture(self.model) if draft is not None else nullcontext():
                     logits = self.forward(mb)
                 self._policy_backward(logits, mb, loss_fn, valid, policy_sums)
-            if self.draft is not None:
+            if draft is not None:
                 with clock("draft_s"):
-                    self._draft_backward(full_logits(logits), mb, draft_sums)
+                    self._draft_backward(draft, full_logits(logits), mb, draft_sums)
             del logits
         return num_steps
 
@@ -231,20 +240,24 @@ class PolicyTrainer:
         # FSDP averages gradients over data (and context) parallel ranks; the loss is a share of the global mean.
         (out.loss * self.parallel.average_size).backward()
 
-    def _draft_backward(self, logits: Tensor, mb: Microbatch, sums: _Sums) -> None:
-        out = self.draft.loss(mb, logits)
+    def _draft_backward(self, draft: _DraftRuntimeBase, logits: Tensor, mb: Microbatch, sums: _Sums) -> None:
+        out = draft.loss(mb, logits)
         sums.add(out.loss, out.metrics)
         (out.loss * (self.cfg.draft.loss_weight * self.parallel.average_size)).backward()
 
     # -- update ------------------------------------------------------------------------------------------------------
 
-    def _step_group(self, group: OptimizerGroup, sums: _Sums) -> GroupResult:
-        """Clip and step a group, or skip it on all ranks."""
+    def _step_group(self, group: OptimizerGroup, sums: _Sums, *, is_measured: bool) -> GroupResult:
+        """Clip and step a group, or skip it on all ranks.
+
+        Args:
+            group: what to step.
+            sums: loss and metrics behind its gradients.
+            is_measured: report how far its parameters moved; needs a copy of them.
+        """
         norm = self._clip(group)
         is_bad = ~(torch.isfinite(sums.loss) & torch.isfinite(norm))
         bad = bool(all_reduce_max(is_bad.float()).item())
-        # Measured for the draft, where it is the sign that it learns; a copy of the policy would be too large.
-        is_measured = group is self.draft_group
         before = [local_tensor(p).clone() for p in _params(group)] if is_measured else []
         lr = group.lr
         if not bad:

@@ -45,6 +45,8 @@ class Prompts:
         return self._size
 
     def __getitem__(self, index: int) -> Prompt:
+        if index >= self._size:
+            raise IndexError(index)
         return Prompt([1, 2, 3 + index % 5], f"q{index}", {"index": index}, too_long=index % 3 == 2)
 
 
@@ -124,6 +126,10 @@ class Learner:
         self._log.append("save")
         (Path(directory) / "policy").mkdir()
         (Path(directory) / "policy" / "weights").write_bytes(b"w")
+
+
+    def export_hf(self, directory: str) -> None:
+        self._log.append(f"export {Path(directory).name}")
 
 
 class Sync:
@@ -223,6 +229,17 @@ def test_metrics_state_and_checkpoint_describe_the_run(tmp_path: Path) -> None:
     assert restored.val_metrics == {}  # validated at step 2, not 3: older figures must not rank these weights
     assert dataclasses.replace(restored, val_metrics=state.val_metrics) == state
     assert resume.training_info["train_metrics"]["train/reward"] == table["train/reward"][3]
+
+
+def test_consolidated_weights_are_saved_on_request(tmp_path: Path) -> None:
+    components, log = make(tmp_path / "off", max_num_steps=1)
+    grpo_train(components)
+    assert "export policy_hf" not in log
+    components, log = make(tmp_path / "on", max_num_steps=1)
+    checkpointing = components.cfg.checkpointing.model_copy(update={"save_consolidated": True})
+    components.cfg = components.cfg.model_copy(update={"checkpointing": checkpointing})
+    grpo_train(components)
+    assert log[log.index("save") + 1] == "export policy_hf"
 
 
 def test_seeds_depend_on_the_step_alone(tmp_path: Path) -> None:

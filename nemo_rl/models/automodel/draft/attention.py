@@ -12,7 +12,7 @@ Shape symbols: N trunk rows, n queries (active slots), A query heads, G key head
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -113,15 +113,12 @@ class TrunkLayout:
         Args:
             order: int64 [n]; query i of the result is query `order[i]` of this layout.
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrunkLayout(**values | {"query_place": self.query_place[order]})
+        return replace(self, query_place=self.query_place[order])
 
     def to(self, device: torch.device | str) -> TrunkLayout:
         """The layout with its tensors on `device`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrunkLayout(
-            **{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in values.items()}
-        )
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)})
 
     def place_keys(self, rows: Tensor) -> Tensor:
         """Lay out trunk keys or values; once per layer, all depths share the result.
@@ -193,10 +190,10 @@ class _TrunkBranch(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q, k0, v0, out, lse, *rest = ctx.saved_tensors
         state, branch = rest[: ctx.num_state], rest[ctx.num_state :]
-        grad = grad.contiguous()
+        grad = grad_outputs[0].contiguous()
         dq, dk0, dv0 = _backward_trunk(grad, q, k0, v0, out, lse, state, ctx.layout, ctx.scale)
         if not ctx.depth:
             return dq, dk0, dv0, None, None, None
@@ -267,15 +264,15 @@ def _backward_trunk(
     layout: TrunkLayout,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    placed = [layout.place_queries(x) for x in (grad, q, out)]
+    placed_grad, placed_q, placed_out = (layout.place_queries(x) for x in (grad, q, out))
     placed_lse = layout.place_queries(lse[..., None])
     place = layout.query_place[: q.shape[0]]
     if layout.is_packed:
         flat_lse = placed_lse.squeeze(-1).mT.contiguous()
-        dq, dk, dv = _flash_backward(*placed, k0, v0, flat_lse, state, layout, scale)
+        dq, dk, dv = _flash_backward(placed_grad, placed_q, placed_out, k0, v0, flat_lse, state, layout, scale)
         return dq[place], dk, dv
     kernel = _cpu_flash_backward if q.device.type == "cpu" else _plain_backward
-    grad_f, q_f, out_f = (_fold(x, k0, layout) for x in placed)
+    grad_f, q_f, out_f = (_fold(x, k0, layout) for x in (placed_grad, placed_q, placed_out))
     lse_f = _fold(placed_lse, k0, layout).squeeze(-1)
     dq, dk, dv = kernel(grad_f, q_f, k0.transpose(1, 2), v0.transpose(1, 2), out_f, lse_f, layout, scale)
     return _unfold(dq, q, layout)[place], dk.transpose(1, 2), dv.transpose(1, 2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.automodel.draft.adapters import check_tensor_shapes, normalize_names
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
-from nemo_rl.models.automodel.draft.capture import full_tensor
+from nemo_rl.models.automodel.draft.capture import full_tensor, head_weight
 from nemo_rl.models.automodel.draft.spec import DraftSpec, read_vocabulary
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
 from nemo_rl.models.automodel.draft.weight_files import WeightFiles, find_weight_files
@@ -57,12 +57,10 @@ def policy_weights(policy_model: nn.Module) -> PolicyWeights:
     Args:
         policy_model: the policy; a tied head is its embedding.
     """
-    head = policy_model.get_output_embeddings()
-    head = policy_model.get_input_embeddings() if head is None else head
     norm = getattr(getattr(policy_model, "model", policy_model), "norm", None)
     norm_weight = getattr(norm, "weight", None)
     return PolicyWeights(
-        full_tensor(head.weight).cpu(), None if norm_weight is None else full_tensor(norm_weight).cpu()
+        full_tensor(head_weight(policy_model)).cpu(), None if norm_weight is None else full_tensor(norm_weight).cpu()
     )
 
 
@@ -170,7 +168,7 @@ def load_tensors(directory: Path, arch: DraftArchitecture, *, trust_pickle: bool
         Canonical name to CPU tensor as stored.
     """
     files = find_weight_files(directory)
-    stored = _read_pickle(files, trust_pickle) if files.pickle is not None else _read_safetensors(files)
+    stored = _read_pickle(files.pickle, trust_pickle) if files.pickle is not None else _read_safetensors(files)
     try:
         names = normalize_names(stored)
         tensors = {name: stored[original] for name, original in names.canonical.items()}
@@ -194,10 +192,10 @@ def _read_safetensors(files: WeightFiles) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _read_pickle(files: WeightFiles, trust_pickle: bool) -> Mapping[str, Tensor]:
+def _read_pickle(path: Path, trust_pickle: bool) -> Mapping[str, Tensor]:
     if not trust_pickle:
-        raise CheckpointError(f"{files.pickle}: is a pickle file; set policy.draft.trust_pickle: true to read it.")
-    return torch.load(files.pickle, map_location="cpu", weights_only=True)
+        raise CheckpointError(f"{path}: is a pickle file; set policy.draft.trust_pickle: true to read it.")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _stored_vocab(tensors: dict[str, Tensor], arch: DraftArchitecture, directory: str) -> VocabMap | None:

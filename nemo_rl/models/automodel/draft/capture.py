@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FeatureCapture", "find_decoder_layers", "full_tensor"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["FeatureCapture", "embedding_weight", "find_decoder_layers", "full_tensor", "head_weight"]
 
 _LAYER_PATHS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
 
@@ -28,6 +31,17 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def embedding_weight(model: nn.Module) -> Tensor:
+    """The weight [V, H] of the policy's embedding as it is held: a DTensor when sharded."""
+    return cast("PreTrainedModel", model).get_input_embeddings().get_parameter("weight")
+
+
+def head_weight(model: nn.Module) -> Tensor:
+    """The weight [V, H] of the policy's head as it is held; that of the embedding for a policy without a head."""
+    head = cast("PreTrainedModel", model).get_output_embeddings()
+    return embedding_weight(model) if head is None else head.get_parameter("weight")
 
 
 def find_decoder_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:

@@ -130,8 +130,9 @@ class _SoftDistillation(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         stats = torch.empty(hidden.shape[0], len(STATS), dtype=dtype, device=hidden.device)
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if options.needs_grad else None
-        d_head = torch.zeros(head.shape, dtype=dtype, device=head.device) if options.needs_grad else None
+        grads = None
+        if options.needs_grad:
+            grads = (torch.empty_like(hidden), torch.zeros(head.shape, dtype=dtype, device=head.device))
         is_draft_id = None
         if options.vocab_ids is not None:
             is_draft_id = torch.zeros(teacher.shape[1], dtype=torch.bool, device=teacher.device)
@@ -148,18 +149,20 @@ class _SoftDistillation(torch.autograd.Function):
                 weight = weight * terms[:, STATS.index("argmax_in_vocab")]
             loss += (weight * terms[:, 0]).sum()
             stats[begin:stop] = terms
-            if options.needs_grad:
+            if grads is not None:
+                d_hidden, d_head = grads
                 d_logits = probs.sub_(rows.probs[local]).mul_(weight[:, None]).to(hidden.dtype)
                 d_hidden[begin:stop] = torch.matmul(d_logits, head)
                 d_head += torch.matmul(d_logits.mT, h)
-        if options.needs_grad:
-            ctx.save_for_backward(d_hidden, d_head)
+        if grads is not None:
+            ctx.save_for_backward(*grads)
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(stats)
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad, _ = grad_outputs
         d_hidden, d_head = ctx.saved_tensors
         return (d_hidden * grad.to(d_hidden.dtype), (d_head * grad).to(ctx.head_dtype), None, None, None, None)
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.models.automodel.draft.config import DraftConfigBase, Eagle3DraftConfig
+from nemo_rl.models.automodel.draft.config import DraftConfig, DraftConfigBase, Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.spec import DraftSpec
 from nemo_rl.models.automodel.draft.weight_files import find_weight_files, read_json
 
@@ -65,7 +65,7 @@ def _load(path: str) -> Any:
 
 
 def resolve_spec(
-    cfg: DraftConfigBase,
+    cfg: DraftConfig,
     *,
     policy_config: Mapping[str, Any],
     k: int,

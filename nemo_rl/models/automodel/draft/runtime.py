@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.automodel.draft.builders import BuiltDraft
-from nemo_rl.models.automodel.draft.capture import FeatureCapture, full_tensor
+from nemo_rl.models.automodel.draft.capture import FeatureCapture, embedding_weight, full_tensor
 from nemo_rl.models.automodel.draft.checkpoint import load_weights, save_draft
 from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.publish import (
@@ -130,7 +130,7 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
         self.module: nn.Module = built.module.to(device)
         self._vocab = built.vocab
         self._own_embedding = None if built.embedding is None else built.embedding.to(device)
-        self._embedding = self._own_embedding
+        self._policy_embedding: Tensor | None = None
         self._device = device
         self._dtype = dtype
         self._compute_dtype = torch.float32
@@ -194,7 +194,14 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
         self._set_denominators(counts)
         if self._own_embedding is None:
             # The policy's embedding moves with every update.
-            self._embedding = full_tensor(policy_model.get_input_embeddings().weight)
+            self._policy_embedding = full_tensor(embedding_weight(policy_model))
+
+    @property
+    def _embedding(self) -> Tensor:
+        """The embedding in use, float [V, H]: the draft's own, or the policy's at the start of the global batch."""
+        embedding = self._policy_embedding if self._own_embedding is None else self._own_embedding
+        assert embedding is not None, "begin_global_batch reads the policy's embedding before the first loss"
+        return embedding
 
     @abstractmethod
     def _plan(self, data: BatchedDataDict, *, step: int) -> Tensor:

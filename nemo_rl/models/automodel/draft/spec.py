@@ -173,7 +173,7 @@ def _check_k(cfg: Eagle3DraftConfig, k: int) -> None:
 def _from_scratch(cfg: Eagle3DraftConfig, policy: Mapping[str, Any], num_layers: int) -> DraftArchitecture:
     hidden = int(policy["hidden_size"])
     heads = cfg.num_attention_heads or policy.get("num_attention_heads")
-    sizes = {
+    sizes: dict[str, Any] = {
         "intermediate_size": cfg.intermediate_size or policy.get("intermediate_size"),
         "num_attention_heads": heads,
         "num_key_value_heads": cfg.num_key_value_heads or policy.get("num_key_value_heads") or heads,
@@ -201,7 +201,10 @@ def _from_scratch(cfg: Eagle3DraftConfig, policy: Mapping[str, Any], num_layers:
         feature_ids=_chosen_ids(cfg, num_layers),
         rope=flat_rope(policy, key="policy.model_name"),
         max_position_embeddings=int(policy["max_position_embeddings"]),
-        **{key: int(value) for key, value in sizes.items()},
+        intermediate_size=int(sizes["intermediate_size"]),
+        num_attention_heads=int(sizes["num_attention_heads"]),
+        num_key_value_heads=int(sizes["num_key_value_heads"]),
+        head_dim=int(sizes["head_dim"]),
         **{key: getattr(cfg, key) for key in _SWITCHES},
     )
 
@@ -250,7 +253,7 @@ def _source_ids(cfg: Eagle3DraftConfig, source: SourceConfig, num_layers: int) -
     if source.feature_ids is not None:
         if chosen is not None and chosen != source.feature_ids:
             raise ConfigError(
-                f"policy.draft.aux_layer_indices: got {list(cfg.aux_layer_indices)}; the draft was trained on "
+                f"policy.draft.aux_layer_indices: got {[i - 1 for i in chosen]}; the draft was trained on "
                 f"{[i - 1 for i in source.feature_ids]}. Remove the key."
             )
         return source.feature_ids

@@ -44,7 +44,7 @@ class VocabMap:
 
     @classmethod
     def from_tables(
-        cls, d2t: Sequence[int], *, vocab_size: int, draft_vocab_size: int, t2d: Sequence[bool] | None = None
+        cls, d2t: Sequence[int], *, vocab_size: int, draft_vocab_size: int, t2d: Sequence[int] | None = None
     ) -> VocabMap:
         """Read the tables of a checkpoint.
 
@@ -52,7 +52,7 @@ class VocabMap:
             d2t: offsets, one per draft id.
             vocab_size: number of target ids.
             draft_vocab_size: number of draft ids that the checkpoint's config states.
-            t2d: one flag per target id, True = the draft can propose it; checked against `d2t` when present.
+            t2d: one flag per target id (bool, or 0 and 1), True = the draft can propose it; checked against `d2t`.
         """
         if len(d2t) != draft_vocab_size:
             raise VocabMapError(f"d2t has {len(d2t)} entries, draft_vocab_size is {draft_vocab_size}")

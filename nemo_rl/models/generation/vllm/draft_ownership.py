@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -75,16 +76,16 @@ def check_no_alias(target: nn.Module, draft: nn.Module, *, trained: Collection[s
 def shared_modules(target: nn.Module, draft: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """(owner in the draft, attribute, module) of the modules of the draft that are the target's."""
     target = language_model(target)
-    found = []
+    found: list[tuple[nn.Module, str, nn.Module]] = []
     for path, attribute, _ in _SHAREABLE:
         draft_owner, target_owner = _owner(draft, path), _owner(target, path)
-        mine = getattr(draft_owner, attribute, None)
+        mine: nn.Module | None = getattr(draft_owner, attribute, None)
         if mine is not None and mine is getattr(target_owner, attribute, None):
             found.append((draft_owner, attribute, mine))
     return found
 
 
-def language_model(model: nn.Module) -> nn.Module:
+def language_model(model: Any) -> nn.Module:
     """The text part of a multimodal model, else the model."""
     return model.get_language_model() if hasattr(model, "get_language_model") else model
 
@@ -93,8 +94,8 @@ def _owner(model: nn.Module, path: str) -> nn.Module:
     return getattr(model, path) if path else model
 
 
-def _own_copy(shared: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    copy = cls(
+def _own_copy(shared: Any, cls: type[VocabParallelEmbedding]) -> nn.Module:
+    copy: Any = cls(
         shared.num_embeddings,
         shared.embedding_dim,
         params_dtype=shared.weight.dtype,

@@ -7,7 +7,7 @@ runs after the models were loaded and before anything is compiled, profiled or c
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -16,8 +16,13 @@ from vllm.config import set_current_vllm_config
 from nemo_rl.models.generation.vllm import weight_transfer
 from nemo_rl.models.generation.vllm.draft_ownership import settle_ownership
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:  # the subclasses bring vLLM's worker class of their device
+    _Worker = object
 
-class RefitWorkerMixin:
+
+class RefitWorkerMixin(_Worker):
     """Put before vLLM's worker class in the bases."""
 
     def load_model(self, **kwargs: Any) -> None:
@@ -25,16 +30,16 @@ class RefitWorkerMixin:
         weight_transfer.register()
         super().load_model(**kwargs)
         self.after_load()
-        trained = self.vllm_config.additional_config["nemo_rl"]["trained_draft_tensors"]
+        config: Any = self.vllm_config
+        trained = config.additional_config["nemo_rl"]["trained_draft_tensors"]
         draft = self.get_draft_model() if trained else None
-        speculative = self.vllm_config.speculative_config
         if draft is not None:
-            with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            with set_current_vllm_config(config), torch.device(self.device or "cpu"):
                 settle_ownership(self.get_model(), draft, trained=trained)
-        self.weight_transfer_engine.attach(
-            policy_dir=_local_directory(self.vllm_config.model_config.model),
+        self._transfer().attach(
+            policy_dir=_local_directory(config.model_config.model),
             draft=draft,
-            draft_config=speculative.draft_model_config if draft is not None else None,
+            draft_config=config.speculative_config.draft_model_config if draft is not None else None,
             proposer=getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None),
             trained=trained,
         )
@@ -44,12 +49,17 @@ class RefitWorkerMixin:
 
     def discard_weight_update(self) -> None:
         """Leave a round whose update was received but is not to be applied, e.g. because another engine refused it."""
-        self.weight_transfer_engine.discard()
+        self._transfer().discard()
         self._weight_update_active = False
 
     def refit_result(self) -> weight_transfer.VerifyResult:
         """What the last weight update left on this rank."""
-        return self.weight_transfer_engine.last_result
+        return self._transfer().last_result
+
+    def _transfer(self) -> weight_transfer.NemoRLWeightTransferEngine:
+        engine = self.weight_transfer_engine
+        assert isinstance(engine, weight_transfer.NemoRLWeightTransferEngine), "the engine's arguments ask for ours"
+        return engine
 
 
 def _local_directory(model: str) -> str:

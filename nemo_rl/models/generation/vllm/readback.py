@@ -7,6 +7,7 @@ two and says which part of a full tensor a rank must hold.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,10 +35,11 @@ class ModelTensors:
         """
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._tensors.update(model.named_buffers(remove_duplicate=False))
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
         self._tp_rank, self._tp_size = tp_rank, tp_size
         self._fused = dict(FUSED_PROJECTIONS)
-        self._fused.update({k: tuple(v) for k, v in getattr(model, "packed_modules_mapping", {}).items()})
+        packed: Any = getattr(model, "packed_modules_mapping", {})
+        self._fused.update({fused: tuple(parts) for fused, parts in packed.items()})
 
     def parameter_name(self, name: str) -> str | None:
         """Name inside the model of the tensor that holds (at least) checkpoint tensor `name`; None if there is none."""

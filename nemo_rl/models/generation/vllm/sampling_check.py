@@ -8,8 +8,8 @@ wrong temperature, and would then agree with the samples.
 Given that a token falls into S, exact sampling at temperature T draws it from q(x) = p(x)^(1/T) / sum_S p^(1/T), which
 is known for any vocabulary size. Three statistics, each near standard normal when sampling is exact:
 
-    z             (sum of -log q(x) minus sum of the entropies of q) / sqrt(sum of variances + largest (log q(x))^2). Too
-                  large: noise or a temperature too high; too small: too cold, or likely drafts accepted unchecked.
+    z             (sum of -log q(x) minus sum of the entropies of q) / sqrt(sum of variances + largest (log q(x))^2).
+                  Too large: noise or a temperature too high; too small: too cold, or likely drafts accepted unchecked.
                   The last term only matters when almost all tokens are certain and one rare token would decide.
     z_uniformity  chi-square of the probability integral transform of x under q, as a normal deviate: finds samples that
                   are wrong although their mean surprise happens to be right.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.environment import worker_env
@@ -31,7 +31,9 @@ WORKER = "nemo_rl.models.generation.vllm.vllm_worker:VllmGenerationWorker"
 class VllmGeneration(GenerationInterface):
     """A Ray worker group with one engine per worker."""
 
-    def __init__(self, cluster: RayVirtualCluster, config: MasterConfig, *, model_dir: str, device: str) -> None:
+    def __init__(
+        self, cluster: RayVirtualCluster, config: MasterConfig, *, model_dir: str, device: Literal["cuda", "cpu"]
+    ) -> None:
         """Start the worker processes; no engine yet.
 
         Args:

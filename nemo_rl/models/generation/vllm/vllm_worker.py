@@ -287,8 +287,10 @@ class VllmGenerationWorker:
         for source in sources:
             ids = source.get("eos_token_id")
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        eos = AutoTokenizer.from_pretrained(self._tokenizer_dir).eos_token_id
-        return sorted(found if eos is None else found | {eos})
+        tokenizer: Any = AutoTokenizer.from_pretrained(self._tokenizer_dir)
+        if tokenizer.eos_token_id is not None:
+            found.add(tokenizer.eos_token_id)
+        return sorted(found)
 
     def _sampling_params(self, **overrides: Any) -> SamplingParams:
         from vllm import SamplingParams  # deferred: heavy
@@ -455,7 +457,7 @@ def release_beside_another(engine: LLM) -> None:
 
     The engine's own shutdown, which also runs when it is collected, ends the process-wide groups that the other needs.
     """
-    client = engine.llm_engine.engine_core
+    client: Any = engine.llm_engine.engine_core  # the in-process client
     client._finalizer.detach()
     client.engine_core.model_executor.shutdown()
     client.engine_core.scheduler.shutdown()
@@ -463,13 +465,14 @@ def release_beside_another(engine: LLM) -> None:
 
 def _sampled_logprobs(output: RequestOutput) -> list[float]:
     """Log-probability of each sampled token; the first entry of each position is the sampled token's."""
-    flat = output.outputs[0].logprobs
+    flat: Any = output.outputs[0].logprobs  # FlatLogprobs, as asked for
     return [flat.logprobs[start] for start in flat.start_indices]
 
 
 def _positions(output: RequestOutput, *, first: int, temperature: float) -> list[SampledPosition]:
     """Prompt tokens from index `first` on, with the most likely tokens of each position."""
-    flat, tokens = output.prompt_logprobs, output.prompt_token_ids
+    flat: Any = output.prompt_logprobs  # FlatLogprobs, as asked for
+    tokens = output.prompt_token_ids or []
     found = []
     for index in range(first, len(tokens)):
         # vLLM puts the prompt's own token first, then the k most likely.

@@ -178,7 +178,7 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._draft = _Draft(draft, draft_config, proposer, tuple(trained), static)
         described = self._describe(draft, headers, trained)
         self._expected.update({DRAFT_PREFIX + name: info for name, info in described.items()})
-        self._check_coverage(shared=shared)
+        _check_coverage(self._draft, shared=shared)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to set up for the object store."""
@@ -254,7 +254,7 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Release what was received."""
         self._staged = None
 
-    def _load(self, model: nn.Module, tensors: Mapping[str, torch.Tensor], model_config: Any) -> None:
+    def _load(self, model: Any, tensors: Mapping[str, torch.Tensor], model_config: Any) -> None:
         initialize_layerwise_reload(model)
         model.load_weights(iter(tensors.items()))
         finalize_layerwise_reload(model, model_config)
@@ -288,32 +288,13 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _describe(self, model: nn.Module, headers: Mapping[str, TensorInfo], names: list[str]) -> dict[str, TensorInfo]:
         """Shapes from the directory, dtypes as the engine holds them."""
-        tensors, default = ModelTensors(model), dtype_name(self.model_config.dtype)
-        held = {name: tensors.read(name) for name in names}
-        return {
-            name: TensorInfo(headers[name].shape, default if held[name] is None else dtype_name(held[name].dtype))
-            for name in names
-        }
-
-    def _check_coverage(self, *, shared: set[str]) -> None:
-        """Each draft parameter of the engine must be sent, static or shared; otherwise it would silently stay old."""
-        draft, where = self._draft, self._draft.model_config.model
-        frozen = {name for name, tensor in draft.static.items() if tensor.is_floating_point()}
-        if unexplained := sorted(name for name in frozen if name != _HEAD):
-            raise ConfigError(
-                f"{_DRAFT_KEY}: {where} holds tensors that are neither trained nor shared with the policy: "
-                f"{unexplained}. Export the draft again."
-            )
-        tensors = ModelTensors(draft.model)
-        known = {name: tensors.parameter_name(name) for name in (*draft.trained, *frozen, *shared)}
-        if None in known.values():
-            return  # a loader renames tensors in a way that cannot be followed here
-        needed = {name for name in tensors.floating_names() if not _NEVER_SENT.fullmatch(name)}
-        if uncovered := sorted(needed - set(known.values())):
-            raise ConfigError(
-                f"{_DRAFT_KEY}: the engine's draft has parameters that no update would reach: {uncovered}. {where} "
-                "does not hold the draft that is trained; export it again."
-            )
+        tensors = ModelTensors(model)
+        engine_dtype: Any = self.model_config.dtype  # resolved to a torch.dtype by now
+        found = {}
+        for name in names:
+            held = tensors.read(name)
+            found[name] = TensorInfo(headers[name].shape, dtype_name(engine_dtype if held is None else held.dtype))
+        return found
 
     def _model_tensors(self, model: nn.Module) -> ModelTensors:
         return ModelTensors(
@@ -321,7 +302,28 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
 
-def rebuild_derived_state(draft: nn.Module, proposer: Any, sent: Mapping[str, torch.Tensor]) -> None:
+def _check_coverage(draft: _Draft, *, shared: set[str]) -> None:
+    """Each draft parameter of the engine must be sent, static or shared; otherwise it would silently stay old."""
+    where = draft.model_config.model
+    frozen = {name for name, tensor in draft.static.items() if tensor.is_floating_point()}
+    if unexplained := sorted(name for name in frozen if name != _HEAD):
+        raise ConfigError(
+            f"{_DRAFT_KEY}: {where} holds tensors that are neither trained nor shared with the policy: "
+            f"{unexplained}. Export the draft again."
+        )
+    tensors = ModelTensors(draft.model)
+    known = {name: tensors.parameter_name(name) for name in (*draft.trained, *frozen, *shared)}
+    if None in known.values():
+        return  # a loader renames tensors in a way that cannot be followed here
+    needed = {name for name in tensors.floating_names() if not _NEVER_SENT.fullmatch(name)}
+    if uncovered := sorted(needed - set(known.values())):
+        raise ConfigError(
+            f"{_DRAFT_KEY}: the engine's draft has parameters that no update would reach: {uncovered}. {where} "
+            "does not hold the draft that is trained; export it again."
+        )
+
+
+def rebuild_derived_state(draft: Any, proposer: Any, sent: Mapping[str, torch.Tensor]) -> None:
     """Recompute what vLLM computed from draft weights at load; a reload leaves all of it stale.
 
     Keyed off what the classes have, so that it serves any draft that uses these mechanisms.
@@ -338,7 +340,7 @@ def rebuild_derived_state(draft: nn.Module, proposer: Any, sent: Mapping[str, to
     if projected is not None and "mask_hidden" in buffers:
         # The input of every mask slot, projected once; depends on the placeholder, the projection and its norms.
         projected.copy_(draft.combine_hidden_states(buffers["mask_hidden"].view(-1)))
-    inner = getattr(draft, "model", None)
+    inner: Any = getattr(draft, "model", None)
     if hasattr(inner, "_build_fused_kv_buffers"):  # stacked key/value projections, norms and the rotary table
         inner._build_fused_kv_buffers()
 

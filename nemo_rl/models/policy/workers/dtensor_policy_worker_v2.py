@@ -29,7 +29,7 @@ from nemo_rl.models.automodel.setup import (
     checkpoint_tensors,
     reshard,
 )
-from nemo_rl.models.automodel.train import PolicyTrainer
+from nemo_rl.models.automodel.train import DraftTraining, PolicyTrainer
 from nemo_rl.models.policy.results import BatchResult
 from nemo_rl.weight_sync.checksum import tensor_checksum, to_numpy
 from nemo_rl.weight_sync.interfaces import DRAFT_PREFIX, RefitManifest, RefitPayload, TensorInfo
@@ -117,15 +117,10 @@ class DTensorPolicyWorkerV2:
         )
         self._draft = self._build_draft(model)
         # With loss_weight 0 the draft is served and saved as it is.
-        trained_draft = self._draft if cfg.draft.loss_weight > 0 else None
-        self._trainer = PolicyTrainer(
-            cfg,
-            parallel,
-            model,
-            policy_group,
-            draft=trained_draft,
-            draft_group=None if trained_draft is None else self._build_draft_group(trained_draft),
-        )
+        draft = None
+        if self._draft is not None and cfg.draft.loss_weight > 0:
+            draft = DraftTraining(self._draft, self._build_draft_group(self._draft))
+        self._trainer = PolicyTrainer(cfg, parallel, model, policy_group, draft=draft)
         self._reference = WeightSnapshot(model) if self._wants_reference else None
 
     def _build_draft(self, model: torch.nn.Module) -> _DraftRuntimeBase | None:
@@ -135,7 +130,6 @@ class DTensorPolicyWorkerV2:
         from nemo_rl.models.automodel.draft.registry import build_draft_runtime
 
         cfg = self._config.policy
-        seed = cfg.draft.seed if cfg.draft.seed is not None else self._config.grpo.seed
         runtime = build_draft_runtime(
             cfg.draft,
             self._draft_spec,
@@ -143,7 +137,7 @@ class DTensorPolicyWorkerV2:
             device=self._parallel.device,
             dtype=getattr(torch, cfg.precision),
             draft_dir=self._draft_dir,
-            seed=seed,
+            seed=self._config.draft_seed,
         )
         runtime.parallelize(self._parallel.dp_mesh)
         return runtime
@@ -155,7 +149,7 @@ class DTensorPolicyWorkerV2:
             "draft",
             draft.module,
             optimizer=cfg.draft.optimizer.name or cfg.optimizer.name,
-            kwargs={"lr": DRAFT_LR[self._draft_spec.source], **kwargs},
+            kwargs={"lr": DRAFT_LR[draft.spec.source], **kwargs},
             schedule=cfg.draft.scheduler,
             max_grad_norm=cfg.draft.max_grad_norm,
         )
@@ -203,8 +197,8 @@ class DTensorPolicyWorkerV2:
         return results
 
     def _groups(self) -> list[OptimizerGroup]:
-        groups = [self._trainer.policy_group, self._trainer.draft_group]
-        return [group for group in groups if group is not None]
+        draft = self._trainer.draft
+        return [self._trainer.policy_group, *([] if draft is None else [draft.group])]
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +217,7 @@ class DTensorPolicyWorkerV2:
             torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> None:
-        modules = [self._trainer.model, *([] if self._draft is None else [self._draft.module])]
+        modules: list[torch.nn.Module] = [self._trainer.model, *([] if self._draft is None else [self._draft.module])]
         for module in modules:
             reshard(module)
             module.to(device)

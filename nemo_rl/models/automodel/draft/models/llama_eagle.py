@@ -20,8 +20,9 @@ output of depth k - 1 at the same slot, RoPE position t + k, teacher p[t+1+k], p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -175,6 +176,9 @@ class LlamaEagleDraft(nn.Module):
             outputs.append(self.norm(hidden))
         return outputs
 
+    def _decoder_layers(self) -> Iterator[DraftLayer]:
+        return cast("Iterator[DraftLayer]", iter(self.layers))
+
     def fuse(self, features: Tensor) -> Tensor:
         """Project concatenated features [N, F] to the draft's width [N, H]."""
         if self.arch.norm_before_fc:
@@ -187,17 +191,17 @@ class LlamaEagleDraft(nn.Module):
     def _trunk(self, hidden: Tensor, embeds: Tensor, plan: UnrollPlan, caches: list[_LayerCache]) -> Tensor:
         """Depth 0: keys and values of every trunk row [N, H]; the state [n_0, H] of the active slots."""
         positions, rows = plan.trunk_positions, plan.active_rows
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self._decoder_layers(), caches, strict=True):
             is_last = layer is self.layers[-1]
             x, residual = layer.attention_input(hidden, embeds)
             cos, sin = self.rope(positions, x.dtype)
             keys, values = layer.self_attn.keys_values(x, cos, sin)
             cache.keys, cache.values = plan.layout.place_keys(keys), plan.layout.place_keys(values)
-            layout = plan.layout
-            trunk_keys, trunk_values = cache.keys, cache.values
             if is_last:
+                layout, trunk_keys, trunk_values = plan.layout, cache.keys, cache.values
                 x, residual, cos, sin = x[rows], residual[rows], cos[rows], sin[rows]
             else:
+                assert plan.trunk_layout is not None, "a draft of several layers reads the other trunk rows, too"
                 layout = plan.trunk_layout
                 trunk_keys, trunk_values = layout.place_keys(keys), layout.place_keys(values)
             queries = layer.self_attn.queries(x, cos, sin)
@@ -213,7 +217,7 @@ class LlamaEagleDraft(nn.Module):
         """One depth >= 1: [n_k, H] in, [n_k, H] out; adds one key and value per slot to each layer's branch."""
         cos, sin = self.rope(positions, hidden.dtype)
         count = hidden.shape[0]
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self._decoder_layers(), caches, strict=True):
             x, residual = layer.attention_input(hidden, embeds)
             keys, values = layer.self_attn.keys_values(x, cos, sin)
             cache.branch_keys.append(keys)

@@ -310,7 +310,19 @@ def test_a_directory_that_lacks_a_trained_tensor_is_refused_at_start(served: Ser
         )
 
 
-def test_a_draft_parameter_that_no_update_reaches_is_refused_at_start(served: Served, tmp_path) -> None:
+def test_a_draft_parameter_that_no_file_holds_is_refused_at_start(served: Served, tmp_path) -> None:
+    """vLLM would load the directory without a word and serve uninitialised memory."""
+    worker = make_worker(served.policy_dir, generation_config())
+    draft = counting.write_counting_draft(tmp_path / "draft", served.policy_dir)
+    del draft["fc.weight"]
+    counting.save(tmp_path / "draft", draft)
+    with pytest.raises(ConfigError, match=r"no update would reach: \['model.fc.weight'\]"):
+        worker.build(
+            speculative_config=counting.speculative_config(tmp_path / "draft"), trained_draft_tensors=tuple(draft)
+        )
+
+
+def test_a_tensor_that_is_neither_trained_nor_shared_is_refused_at_start(served: Served, tmp_path) -> None:
     worker = make_worker(served.policy_dir, generation_config())
     draft = counting.write_counting_draft(tmp_path / "draft", served.policy_dir)
     with pytest.raises(ConfigError, match=r"neither trained nor shared with the policy: \['norm.weight'\]"):
