@@ -9,7 +9,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0+cpu
-TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# Exits with 0 if the installed torch is a CPU build; read, not imported, because its dependencies come later.
+IS_CPU_TORCH := import importlib.util as u, pathlib as p, runpy as r, sys; \
+	sys.exit(r.run_path(str(p.Path(u.find_spec("torch").origin).with_name("version.py")))["cuda"] is not None)
 
 DEMO_RECIPE := examples/configs/recipes/llm/grpo-tiny-qwen3-1n0g-automodel-eagle3.yaml
 DEMO_POLICY := results/models/tiny-qwen3-64x4-spell
@@ -41,7 +43,7 @@ lint: environment
 
 # A finished environment is used again until the pinned set or the package's metadata change.
 # --no-deps: the list is complete; with dependencies pip would bring the CUDA builds along.
-# torch comes first: where no index at hand has the CPU build, pip would take the CUDA build of the same version.
+# torch comes first: of the plain version some indexes have a CUDA build, others a CPU build.
 environment:
 	@want="$$(cat requirements/cpu.txt pyproject.toml | sha256sum | cut -d' ' -f1) $$(pwd -P)"; \
 	if [ "$$(cat $(STAMP) 2>/dev/null)" = "$$want" ]; then exit 0; fi; \
@@ -56,7 +58,9 @@ environment:
 	fi; \
 	echo "installing requirements/cpu.txt (about 3 GB, several minutes the first time)"; \
 	$(PY) -m pip install --quiet --no-deps "$(TORCH)" 2>/dev/null \
-		|| $(PY) -m pip install --quiet --no-deps --extra-index-url $(TORCH_INDEX) "$(TORCH)"; \
+		|| { $(PY) -m pip install --quiet --no-deps "$(TORCH:+cpu=)" && $(PY) -c '$(IS_CPU_TORCH)'; } \
+		|| { echo "make: pip found no CPU build of torch $(patsubst torch==%+cpu,%,$(TORCH)) ($(TORCH)): install one into $(VENV) first," \
+			"or set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, then run make again" >&2; exit 2; }; \
 	$(PY) -m pip install --quiet --no-deps -r requirements/cpu.txt; \
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .; \
 	echo "$$want" > $(STAMP)

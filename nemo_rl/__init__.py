@@ -7,6 +7,10 @@ One step, and where each part lives:
     advantages, loss, the step loop       algorithms/
     policy and draft update               models/policy/, models/automodel/, models/automodel/draft/
     weights back to the engines           weight_sync/
+
+Around it:
+
+    the command                           cli.py, errors.py
     processes and batches                 distributed/
     prompts                               data/
     configuration, logs, checkpoints      utils/

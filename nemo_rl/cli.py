@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from nemo_rl.errors import NemoRLError
+from nemo_rl.errors import ConfigError, NemoRLError, WorkerError
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -48,8 +48,9 @@ def main(arguments: Sequence[str] | None = None, *, default_config: Path | None 
         with _terminable():
             _run(options.config, options.overrides)
     except NemoRLError as err:
-        sys.stderr.write(f"error: {err}\n")
-        return err.exit_code
+        reported = _reported(err)
+        sys.stderr.write(f"error: {reported}\n")
+        return reported.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
@@ -75,6 +76,12 @@ def _run(config: Path, overrides: list[str]) -> None:
     from nemo_rl.algorithms.grpo_setup import run
 
     run(cfg, checked)
+
+
+def _reported(err: NemoRLError) -> NemoRLError:
+    """A configuration that only a worker could refuse ends the command like one that was refused at once."""
+    cause = err.__cause__
+    return cause if isinstance(err, WorkerError) and isinstance(cause, ConfigError) else err
 
 
 def _parse(arguments: Sequence[str] | None, *, default_config: Path | None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ class NemoRLError(Exception):
 
 
 class ConfigError(NemoRLError, ValueError):
-    """The configuration, or a file that it names, cannot be used; nothing has been started yet."""
+    """The configuration, or a file that it names, cannot be used; found before anything starts, or while it starts."""
 
     exit_code: ClassVar[int] = 2
 

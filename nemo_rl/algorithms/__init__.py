@@ -1,6 +1,6 @@
-"""The training algorithm, written against interfaces; no backend and no draft algorithm is named here.
+"""The training algorithm, written against interfaces: only grpo_setup.py names backends, nothing a draft algorithm.
 
-config.py             the whole configuration (`MasterConfig`) and what must agree between its sections
+config.py             the whole configuration (`MasterConfig`); conflicts.py: what must agree between its sections
 grpo.py               the step loop
 grpo_setup.py         builds what the loop needs from a valid configuration
 advantages.py         group-relative advantages, reward scaling and shaping

@@ -7,13 +7,17 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.config import Device
 
 DEVICES = ("auto", "cuda", "cpu")
 
 
-def resolve_device(device: str) -> str:
+def resolve_device(device: str) -> Device:
     """Turn ``cluster.device`` into the device that the workers use.
 
     Args:

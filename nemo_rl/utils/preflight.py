@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl.algorithms.config import ALGORITHM
 from nemo_rl.distributed.device import resolve_device
@@ -62,7 +62,7 @@ def preflight(cfg: MasterConfig) -> PreflightResult:
     """
     problems: list[str] = []
     _gather(problems, lambda: _check_packages(cfg))
-    device = cast("Device | None", _gather(problems, lambda: resolve_device(cfg.cluster.device)))
+    device = _gather(problems, lambda: resolve_device(cfg.cluster.device))
     if device is not None:
         problems += layout_problems(cfg, device) + batch_problems(cfg, device)
     model_dir = _gather(problems, lambda: find_model_dir(cfg.policy.model_name, key="policy.model_name"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.models.policy import layout
 from nemo_rl.utils.model_files import max_positions
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ def layout_problems(cfg: MasterConfig, device: Device) -> list[str]:
     found: list[str] = []
     if device == "cpu":
         cuda_only = {
-            "policy.dtensor_cfg.context_parallel_size": (dtensor.context_parallel_size, 1),
             "policy.dtensor_cfg.expert_parallel_size": (dtensor.expert_parallel_size, 1),
             "policy.dtensor_cfg.cpu_offload": (dtensor.cpu_offload, False),
             "policy.generation.vllm_cfg.tensor_parallel_size": (vllm.tensor_parallel_size, 1),
@@ -36,16 +36,8 @@ def layout_problems(cfg: MasterConfig, device: Device) -> list[str]:
             for key, (got, only) in cuda_only.items()
             if got != only
         ]
-    workers, model_parallel = (
-        cfg.num_policy_workers(device),
-        dtensor.tensor_parallel_size * dtensor.context_parallel_size,
-    )
-    if workers % model_parallel:
-        found.append(
-            f"policy.dtensor_cfg.tensor_parallel_size: got {dtensor.tensor_parallel_size} (x context_parallel_size "
-            f"{dtensor.context_parallel_size} = {model_parallel}); must divide the number of training workers "
-            f"({workers}). {_workers_remedy(device)}"
-        )
+    workers = cfg.num_policy_workers(device)
+    found += layout.layout_problems(cfg.policy, num_workers=workers)
     gpus = cfg.cluster.gpus_per_node * cfg.cluster.num_nodes
     if device == "cuda" and workers > gpus:
         found.append(
@@ -63,34 +55,26 @@ def layout_problems(cfg: MasterConfig, device: Device) -> list[str]:
 
 
 def batch_problems(cfg: MasterConfig, device: Device) -> list[str]:
-    """Check that the global batch splits evenly over data-parallel workers and their micro-batches.
+    """Check that each data-parallel worker's part of the global batch splits evenly into micro-batches.
 
     Args:
         cfg: The configuration.
         device: The device of the run.
 
     Returns:
-        One message per problem.
+        One message per problem; none for a batch that does not even split over the workers (see `layout_problems`).
     """
     policy = cfg.policy
     workers = max(1, cfg.policy_data_parallel_size(device))
     batch, micro = policy.train_global_batch_size, policy.train_micro_batch_size
-    draft_batch = policy.draft.train_global_batch_size if policy.draft_enabled else None
-    sizes = {"policy.train_global_batch_size": batch, "policy.draft.train_global_batch_size": draft_batch}
-    uneven = [
-        f"{key}: got {size}; must be a multiple of the number of data-parallel workers ({workers}). "
-        f"Use {_next_multiple(size, workers)}, or change policy.dtensor_cfg.num_workers."
-        for key, size in sizes.items()
-        if size is not None and size % workers
-    ]
-    if uneven:
-        return uneven
+    if batch % workers:
+        return []
     if policy.dynamic_batching.enabled or policy.sequence_packing.enabled or batch % (workers * micro) == 0:
         return []
     return [
         f"policy.train_global_batch_size: got {batch}; must be a multiple of data-parallel workers x "
         f"policy.train_micro_batch_size ({workers} x {micro} = {workers * micro}). "
-        f"Use {_next_multiple(batch, workers * micro)}, or a micro-batch size that divides {batch // workers}."
+        f"Use {layout.next_multiple(batch, workers * micro)}, or a micro-batch size that divides {batch // workers}."
     ]
 
 
@@ -140,16 +124,6 @@ def head_problems(cfg: MasterConfig, policy_config: dict[str, Any]) -> list[str]
         for key, size in sizes.items()
         if isinstance(heads, int) and heads % size
     ]
-
-
-def _next_multiple(value: int, factor: int) -> int:
-    return -(-value // factor) * factor
-
-
-def _workers_remedy(device: Device) -> str:
-    if device == "cpu":
-        return "Set policy.dtensor_cfg.num_workers to a multiple (on CPU null means 1)."
-    return "Choose a divisor, or set policy.dtensor_cfg.num_workers."
 
 
 def _yaml(value: object) -> str:

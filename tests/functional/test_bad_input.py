@@ -17,9 +17,11 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from examples import run_grpo
+from nemo_rl.algorithms.config import Device
 from nemo_rl.distributed.device import cuda_obstacle
 from nemo_rl.utils.config import build_master_config, load_config
 from nemo_rl.utils.preflight import preflight
+from nemo_rl.utils.preflight_sizes import batch_problems, layout_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = "policy.generation.vllm_kwargs.speculative_config"
@@ -258,13 +260,30 @@ def test_micro_batch_does_not_matter_when_micro_batches_are_formed_by_tokens(run
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("policy.dtensor_cfg.context_parallel_size=2", "policy.dtensor_cfg.context_parallel_size: got 2"),
         ("policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.generation.vllm_cfg.tensor_parallel_size: got 2"),
         ("policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.cpu_offload: got true"),
     ],
 )
 def test_layout_that_needs_gpus(refused: Refuse, override: str, key: str) -> None:
     expect(refused(override, "policy.dtensor_cfg.num_workers=2"), key, "on CPU", "cluster.device: cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_context_parallelism_is_refused_on_any_device(run: Run, device: Device) -> None:
+    # A context-parallel size that the batch, the workers and the cluster would allow.
+    overrides = [
+        "policy.dtensor_cfg.context_parallel_size=2",
+        "policy.dtensor_cfg.num_workers=2",
+        "cluster.gpus_per_node=2",
+    ]
+    cfg = build_master_config(load_config(run.config, overrides))
+    (problem,) = layout_problems(cfg, device) + batch_problems(cfg, device)
+    assert problem.startswith("policy.dtensor_cfg.context_parallel_size: got 2; must be 1")
+    assert "not implemented" in problem
+
+
+def test_context_parallelism_is_refused_by_the_command(refused: Refuse) -> None:
+    expect(refused("policy.dtensor_cfg.context_parallel_size=2"), "context_parallel_size: got 2", "not implemented")
 
 
 def test_tensor_parallel_size_and_workers(refused: Refuse) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.cpu_shim import automodel_without_cuda
+from nemo_rl.models.policy.layout import check_layout
 
 if TYPE_CHECKING:
     from nemo_automodel.components.distributed.mesh import MeshContext
@@ -105,7 +106,7 @@ def build_parallel_context(cfg: PolicyConfig, *, device: torch.device) -> Parall
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
 
     dtensor, world = cfg.dtensor_cfg, dist.get_world_size()
-    check_parallel_sizes(cfg, world_size=world)
+    check_layout(cfg, num_workers=world)
     offload = CPUOffloadPolicy() if dtensor.cpu_offload and device.type == "cuda" else None
     setup = DistributedSetup.build(
         FSDP2Config(
@@ -142,30 +143,6 @@ def _flat_mesh(mesh: MeshContext, name: str) -> DeviceMesh:
 
     assert mesh.device_mesh is not None, "DistributedSetup.build makes the meshes of an FSDP2Config"
     return get_flat_mesh(mesh.device_mesh, name)
-
-
-def check_parallel_sizes(cfg: PolicyConfig, *, world_size: int) -> None:
-    """Refuse a layout that the workers cannot form.
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    tp, cp = cfg.dtensor_cfg.tensor_parallel_size, cfg.dtensor_cfg.context_parallel_size
-    if cp != 1:
-        raise ConfigError(
-            f"policy.dtensor_cfg.context_parallel_size: got {cp}; must be 1, the worker does not shard sequences. "
-            "Use tensor_parallel_size, activation_checkpointing or a smaller micro-batch for long sequences."
-        )
-    if world_size % tp:
-        raise ConfigError(
-            f"policy.dtensor_cfg.tensor_parallel_size: got {tp}; must divide the number of training workers "
-            f"({world_size}). Change it or policy.dtensor_cfg.num_workers."
-        )
-    if cfg.train_global_batch_size % (world_size // tp):
-        raise ConfigError(
-            f"policy.train_global_batch_size: got {cfg.train_global_batch_size}; must be divisible by the number of "
-            f"data-parallel ranks ({world_size // tp})."
-        )
 
 
 def build_model(cfg: PolicyConfig, parallel: ParallelContext) -> PreTrainedModel:

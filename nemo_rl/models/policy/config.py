@@ -60,7 +60,7 @@ class DTensorConfig(ConfigModel):
     """Workers that share each layer."""
 
     context_parallel_size: PositiveInt = 1
-    """Workers that share each sequence (CUDA only)."""
+    """Workers that share each sequence; must be 1, context parallelism is not implemented."""
 
     expert_parallel_size: PositiveInt = 1
     """Workers over which the experts of a mixture-of-experts policy are spread (CUDA only)."""

@@ -28,16 +28,6 @@ log = logging.getLogger(__name__)
 WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2:DTensorPolicyWorkerV2"
 
 
-def num_policy_workers(config: MasterConfig) -> int:
-    """Number of training workers: `policy.dtensor_cfg.num_workers`, or what the cluster offers."""
-    configured = config.policy.dtensor_cfg.num_workers
-    if configured is not None:
-        return configured
-    if resolve_device(config.cluster.device) == "cpu":
-        return 1
-    return config.cluster.gpus_per_node * config.cluster.num_nodes
-
-
 class Policy(PolicyInterface):
     """A policy trained by a Ray worker group."""
 
@@ -64,15 +54,10 @@ class Policy(PolicyInterface):
             WorkerError: a worker failed.
         """
         self._config = config
-        num_workers = num_policy_workers(config)
+        device = resolve_device(config.cluster.device)
+        num_workers = config.num_policy_workers(device)
         self._sharding = policy_sharding(config, num_workers=num_workers)
         self._dp_size = self._sharding.get_axis_size("dp")
-        if config.policy.train_global_batch_size % self._dp_size:
-            raise ConfigError(
-                f"policy.train_global_batch_size: got {config.policy.train_global_batch_size}; must be divisible by "
-                f"the number of data-parallel ranks ({self._dp_size})."
-            )
-        device = resolve_device(config.cluster.device)
         self._group = RayWorkerGroup(
             cluster,
             RayWorkerBuilder(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.errors import ConfigError
+from nemo_rl.models.policy.layout import check_layout
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import MasterConfig
@@ -17,15 +17,11 @@ def policy_sharding(config: MasterConfig, *, num_workers: int) -> NamedSharding:
     """Lay the workers out as nemo_automodel's meshes do: data parallel outermost, tensor parallel innermost.
 
     Raises:
-        ConfigError: the model-parallel sizes do not divide the number of workers.
+        ConfigError: the workers cannot form the configured layout.
     """
+    check_layout(config.policy, num_workers=num_workers)
     dtensor = config.policy.dtensor_cfg
     inner = dtensor.context_parallel_size * dtensor.tensor_parallel_size
-    if num_workers % inner:
-        raise ConfigError(
-            f"policy.dtensor_cfg.tensor_parallel_size * context_parallel_size: got {inner}; must divide the number of "
-            f"training workers ({num_workers}). Change it or policy.dtensor_cfg.num_workers."
-        )
     return NamedSharding.from_sizes(
         dp=num_workers // inner, cp=dtensor.context_parallel_size, tp=dtensor.tensor_parallel_size
     )

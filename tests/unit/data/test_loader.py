@@ -38,6 +38,10 @@ def test_epoch_has_each_prompt_at_most_once_and_full_batches_only() -> None:
     assert set(seen) <= set(range(11))
 
 
+def test_dataset_is_in_its_own_order() -> None:
+    assert indices(list(make_loader().dataset)) == list(range(11))
+
+
 def test_order_depends_on_epoch_and_seed_only() -> None:
     loader = make_loader()
     first, second = list(stream(loader, 1)), list(stream(loader, 1))

@@ -15,11 +15,12 @@ Who does what, from the bottom up (an upper file may import a lower one, never t
     publish       what is trained, sent and exported, under which names
     checkpoint    draft_meta.json, safetensors, export
     runtime       _DraftRuntimeBase, the seam that the training worker talks to
-    eagle3        the runtimes, one file per family
+    eagle3        a runtime; one file per family
     registry      algo -> config, resolver, runtime: the only dispatch
 
-All but registry, spec and what lies below them need torch, so the public names here are loaded when first used. A new
-algorithm adds a module in `models/`, a runtime file, a config class, a line in `registry` and its tests.
+The public names are loaded when first used: half of these files need torch, and what the driver reads (registry, spec,
+adapters, architecture, vocab, weight_files, metrics, config) does not. A new algorithm adds a module in `models/`, a
+runtime file, a config class in the union at the end of `config`, a line in `registry` and its tests.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from vllm.config import set_current_vllm_config
 
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.vllm import weight_transfer
 from nemo_rl.models.generation.vllm.draft_ownership import settle_ownership
 
@@ -33,6 +34,11 @@ class RefitWorkerMixin(_Worker):
         config: Any = self.vllm_config
         trained = config.additional_config["nemo_rl"]["trained_draft_tensors"]
         draft = self.get_draft_model() if trained else None
+        if trained and draft is None:
+            raise ConfigError(
+                f"policy.draft: training sends {len(trained)} draft tensors, but the engine runs no draft model. Turn "
+                "on speculative decoding with the trained draft, or set policy.draft.enabled to false."
+            )
         if draft is not None:
             with set_current_vllm_config(config), torch.device(self.device or "cpu"):
                 settle_ownership(self.get_model(), draft, trained=trained)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.automodel.setup import build_optimizer_group, build_scheduler, check_parallel_sizes
+from nemo_rl.models.automodel.setup import build_optimizer_group, build_scheduler
 from nemo_rl.models.policy.config import SchedulerEntry
+from nemo_rl.models.policy.layout import check_layout
 from tests.unit.models.policy import scenarios
 from tests.unit.models.policy.scenarios import make_config
 
@@ -61,7 +62,7 @@ def test_wrong_optimizer_is_named(kwargs, words):
 
 
 @pytest.mark.parametrize(
-    ("dtensor", "world_size", "key"),
+    ("dtensor", "num_workers", "key"),
     [
         ({"context_parallel_size": 2}, 2, "context_parallel_size: got 2"),
         ({"tensor_parallel_size": 2}, 3, "tensor_parallel_size: got 2"),
@@ -69,10 +70,10 @@ def test_wrong_optimizer_is_named(kwargs, words):
     ],
     ids=["context-parallel", "tensor-parallel", "batch"],
 )
-def test_layouts_that_cannot_be_formed_are_refused(model_dir, dtensor, world_size, key):
+def test_layouts_that_cannot_be_formed_are_refused(model_dir, dtensor, num_workers, key):
     config = make_config(model_dir, dtensor_cfg=dtensor)
     with pytest.raises(ConfigError, match=key):
-        check_parallel_sizes(config.policy, world_size=world_size)
+        check_layout(config.policy, num_workers=num_workers)
 
 
 def test_optimizer_without_weight_decay_argument():

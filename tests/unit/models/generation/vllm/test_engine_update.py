@@ -310,6 +310,12 @@ def test_a_directory_that_lacks_a_trained_tensor_is_refused_at_start(served: Ser
         )
 
 
+def test_training_a_draft_that_the_engine_does_not_run_is_refused_at_start(served: Served) -> None:
+    worker = make_worker(served.policy_dir, generation_config())
+    with pytest.raises(ConfigError, match="training sends 1 draft tensors, but the engine runs no draft model"):
+        worker.build(trained_draft_tensors=("fc.weight",))
+
+
 def test_a_draft_parameter_that_no_file_holds_is_refused_at_start(served: Served, tmp_path) -> None:
     """vLLM would load the directory without a word and serve uninitialised memory."""
     worker = make_worker(served.policy_dir, generation_config())
