@@ -86,8 +86,7 @@ def replay_drafting(rows: Iterable[Sequence[int]]) -> ReplayCounts:
 
     A greedy draft is accepted exactly when it is the token that was sampled: rejection sampling never emits a rejected
     token. So the recorded responses tell how many tokens the engine accepted from any place, and which places it
-    drafted from. With the weights that generated the responses the counts are the engine's own, up to drafts that go
-    past the end of a response, which the engine may still accept and then throws away.
+    drafted from. With the weights that generated the responses the counts are the engine's own.
 
     Worked example, one response, K = 3, `(place, accepted)` `[(4, 2), (5, 3), (6, 0), (7, 1), (8, 0), (9, 0)]`: drafts
     at 4 (2 accepted, next 7), 7 (1 accepted, next 9) and 9, so `accepted = (2, 1, 0)`.

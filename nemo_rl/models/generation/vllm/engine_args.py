@@ -185,5 +185,5 @@ def build_engine_kwargs(
     kwargs |= {name: value for name, value in config.vllm_kwargs.items() if name != "speculative_config"}
     if speculative_config is not None:
         kwargs["speculative_config"] = dict(speculative_config)
-        kwargs["per_request_spec_decode_metrics"] = "summary"
+        kwargs["per_request_spec_decode_metrics"] = "detailed"
     return kwargs

@@ -10,6 +10,7 @@ embedding or attention window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -30,18 +31,30 @@ class SpecCounters:
     accepted_per_pos: tuple[int, ...] = ()
 
     @classmethod
-    def from_histogram(cls, histogram: list[int], *, num_draft_tokens: int) -> SpecCounters:
-        """Counters of one request.
+    def from_request(
+        cls, accepted_per_step: Sequence[int], *, k: int, num_draft_tokens: int, num_response_tokens: int
+    ) -> SpecCounters:
+        """Counters of one finished request.
+
+        The engine verifies whole drafts: its last step may accept tokens behind the one that ends the response and throw
+        them away. They were not emitted, so they are not counted here. Then these counters equal those of a replay of the
+        response in the trainer.
 
         Args:
-            histogram: Entry j counts the drafts of which exactly j tokens were accepted; length K + 1.
+            accepted_per_step: Accepted tokens of each step that had a draft, in order.
+            k: Tokens proposed per step at most.
             num_draft_tokens: Proposed tokens of the request.
+            num_response_tokens: Length of the response, the token of the prefill included.
         """
+        steps = list(accepted_per_step)
+        if steps:
+            emitted_before = 1 + sum(steps[:-1]) + len(steps[:-1])
+            steps[-1] = min(steps[-1], max(0, num_response_tokens - emitted_before))
         return cls(
-            num_drafts=sum(histogram),
+            num_drafts=len(steps),
             num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=sum(j * count for j, count in enumerate(histogram)),
-            accepted_per_pos=tuple(sum(histogram[i + 1 :]) for i in range(len(histogram) - 1)),
+            num_accepted_tokens=sum(steps),
+            accepted_per_pos=tuple(sum(step > i for step in steps) for i in range(k)),
         )
 
     def __add__(self, other: SpecCounters) -> SpecCounters:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -62,6 +63,7 @@ class VllmGenerationWorker:
             device: "cuda" or "cpu".
             seed: Of the engine and of the sampling check.
         """
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # vLLM puts it above `vllm_cfg.kv_cache_memory_bytes`
         self._config = config
         self._model_dir, self._tokenizer_dir = model_dir, tokenizer_dir
         self._device, self._seed = device, seed
@@ -133,8 +135,11 @@ class VllmGenerationWorker:
         for output in outputs:
             metrics = output.outputs[0].spec_decode_metrics
             if metrics is not None:
-                self._counters += SpecCounters.from_histogram(
-                    list(metrics.histogram), num_draft_tokens=metrics.num_draft_tokens
+                self._counters += SpecCounters.from_request(
+                    metrics.per_step_accepted,
+                    k=metrics.num_spec_tokens,
+                    num_draft_tokens=metrics.num_draft_tokens,
+                    num_response_tokens=len(output.outputs[0].token_ids),
                 )
         return self._collect(data, outputs)
 

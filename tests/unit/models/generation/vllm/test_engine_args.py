@@ -83,7 +83,7 @@ def test_speculation_reaches_the_engine_with_its_counters() -> None:
     assert "per_request_spec_decode_metrics" not in plain
     spec = _kwargs(_config(), speculative={"method": "x", "num_speculative_tokens": 3})
     assert spec["speculative_config"] == {"method": "x", "num_speculative_tokens": 3}
-    assert spec["per_request_spec_decode_metrics"] == "summary"
+    assert spec["per_request_spec_decode_metrics"] == "detailed"
 
 
 def test_free_engine_arguments_pass_through() -> None:

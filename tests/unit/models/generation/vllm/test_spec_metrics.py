@@ -5,17 +5,32 @@ import pytest
 from nemo_rl.models.generation.vllm.spec_metrics import SpecCounters
 
 
-def test_histogram_is_counted_by_hand() -> None:
+def request(*steps: int, k: int = 3, cut: int = 0) -> SpecCounters:
+    """A request with one draft per step; `cut` tokens of what was emitted lie behind the end of the response."""
+    emitted = 1 + sum(steps) + len(steps)
+    return SpecCounters.from_request(steps, k=k, num_draft_tokens=k * len(steps), num_response_tokens=emitted - cut)
+
+
+def test_steps_are_counted_by_hand() -> None:
     # Drafts that had 0, 1, 2 and 3 tokens accepted: 4, 2, 1 and 3 of them.
-    counters = SpecCounters.from_histogram([4, 2, 1, 3], num_draft_tokens=30)
+    counters = request(0, 3, 0, 1, 3, 0, 2, 1, 0, 3)
     assert counters == SpecCounters(10, 30, 2 + 2 + 9, (6, 4, 3))
     assert counters.acceptance_length == pytest.approx(1 + 13 / 10)
     assert counters.per_position_rates == pytest.approx((0.6, 0.4, 0.3))
 
 
 def test_nothing_accepted_gives_one_and_everything_gives_k_plus_one() -> None:
-    assert SpecCounters.from_histogram([5, 0, 0], num_draft_tokens=10).acceptance_length == 1.0
-    assert SpecCounters.from_histogram([0, 0, 5], num_draft_tokens=10).acceptance_length == 3.0
+    assert request(0, 0, 0, 0, 0, k=2).acceptance_length == 1.0
+    assert request(2, 2, 2, 2, 2, k=2).acceptance_length == 3.0
+
+
+def test_tokens_behind_the_end_of_a_response_are_not_counted() -> None:
+    # The last step accepted three tokens and added one; the response ended with the first, the second or the last.
+    assert request(1, 3, cut=3) == SpecCounters(2, 6, 2, (2, 0, 0))
+    assert request(1, 3, cut=2) == SpecCounters(2, 6, 3, (2, 1, 0))
+    assert request(1, 3, cut=0) == SpecCounters(2, 6, 4, (2, 1, 1))
+    # A request whose first token ended it had no step.
+    assert SpecCounters.from_request([], k=3, num_draft_tokens=0, num_response_tokens=1).num_drafts == 0
 
 
 def test_no_draft_gives_one() -> None:
@@ -30,7 +45,6 @@ def test_engines_are_summed_before_dividing() -> None:
 
 
 def test_a_difference_is_one_interval() -> None:
-    first = SpecCounters.from_histogram([1, 1], num_draft_tokens=2)
-    second = SpecCounters.from_histogram([0, 3], num_draft_tokens=3)
+    first, second = request(0, 1, k=1), request(1, 1, 1, k=1)
     assert (first + second) - first == second
     assert first - SpecCounters() == first
