@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "examples/configs/recipes/llm/grpo-tiny-qwen3-1n0g-automodel-eagle3.yaml"
 STEPS = 6
+pytestmark = pytest.mark.timeout(1800)
 START_TIMEOUT_S = 240
 
 
@@ -137,30 +138,62 @@ def test_acceptance_in_training_equals_acceptance_in_the_engine(uninterrupted: t
     assert compared >= 3, "almost nothing was accepted: the comparison would be empty"
 
 
+def start(policy: Path, run_dir: Path) -> subprocess.Popen[bytes]:
+    with (run_dir / "stderr.txt").open("wb") as stderr:
+        return subprocess.Popen(
+            command(policy, run_dir),
+            env=environment(),
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
+
+
+def wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while max(rows(run_dir), default=0) < step:
+        assert process.poll() is None, "the run ended too early: " + (run_dir / "stderr.txt").read_text()[-4000:]
+        assert time.monotonic() < deadline, "the run did not reach the step in time"
+        time.sleep(0.1)
+
+
+def workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The Ray actors of a run, policy and engine."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "WorkerHost" in " ".join(child.cmdline())]
+
+
+def saved_steps(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+
+
 def test_killed_run_continues_with_the_same_numbers(
     tiny_policy: Path, uninterrupted: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """A worker is killed, then the command itself; the third start ends the run."""
     run_dir = tmp_path_factory.mktemp("killed")
-    process = subprocess.Popen(
-        command(tiny_policy, run_dir),
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while max(rows(run_dir), default=0) < 3 and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
-    assert process.poll() is None, "the run ended before it could be killed"
-    assert max(rows(run_dir), default=0) >= 3
-    children = psutil.Process(process.pid).children(recursive=True)
+    process = start(tiny_policy, run_dir)
+    wait_for_step(process, run_dir, 3)
+    actors = workers(process)
+    assert len(actors) == 2
+    actors[0].kill()
+    assert process.wait(timeout=60) == 1
+    message = (run_dir / "stderr.txt").read_text()
+    assert "worker group" in message
+    assert "rank 0" in message
+    _, alive = psutil.wait_procs(actors, timeout=30)
+    assert not alive
+    assert "step_2" in saved_steps(run_dir)
+
+    process = start(tiny_policy, run_dir)
+    wait_for_step(process, run_dir, 5)
+    actors = workers(process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=10)
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not alive, [p.cmdline() for p in alive]
-    saved = sorted(p.name for p in (run_dir / "checkpoints").glob("step_*"))
-    assert "step_2" in saved
+    _, alive = psutil.wait_procs(actors, timeout=60)
+    assert not alive
+    assert "step_4" in saved_steps(run_dir)
 
     run_to_end(tiny_policy, run_dir)
     whole, resumed = rows(uninterrupted[0]), rows(run_dir)

@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -67,7 +68,7 @@ def make_data(args: argparse.Namespace) -> SimpleNamespace:
     )
 
 
-def initial_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, object]:
+def initial_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """The same weights on both sides, by name."""
     import torch
 
@@ -96,15 +97,19 @@ def build_ours(args: argparse.Namespace, data: SimpleNamespace) -> tuple[Callabl
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.state
 
+    class Trunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(args.vocab, args.hidden, _weight=data.embedding.clone())
+            self.layers = nn.ModuleList(Layer(s) for s in (*data.states, data.states[0]))
+            self.norm = nn.LayerNorm(args.hidden, bias=False)
+
     class Policy(nn.Module):
         """Hands out the recorded states, so that only the draft is measured."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.model = nn.Module()
-            self.model.embed_tokens = nn.Embedding(args.vocab, args.hidden, _weight=data.embedding.clone())
-            self.model.layers = nn.ModuleList(Layer(s) for s in (*data.states, data.states[0]))
-            self.model.norm = nn.LayerNorm(args.hidden, bias=False)
+            self.model = Trunk()
             self.lm_head = nn.Linear(args.hidden, args.vocab, bias=False)
 
         def get_input_embeddings(self) -> nn.Module:
@@ -200,7 +205,7 @@ def build_automodel(args: argparse.Namespace, data: SimpleNamespace) -> tuple[Ca
     return step, draft
 
 
-def policy_config(args: argparse.Namespace) -> dict[str, object]:
+def policy_config(args: argparse.Namespace) -> dict[str, Any]:
     """The config.json of the policy that both sides draft for."""
     return {
         "model_type": "qwen3",
@@ -262,31 +267,44 @@ def measure(args: argparse.Namespace) -> None:
         print(json.dumps(times), flush=True)
 
 
+class Side(NamedTuple):
+    """One side's process: a line written to `turns` asks for one line of `answers`."""
+
+    process: subprocess.Popen[str]
+    turns: IO[str]
+    answers: IO[str]
+
+
+def start_side(name: str) -> Side:
+    """Start a side; its first answer comes unasked."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, *sys.argv[1:], "--side", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None, "a pipe was asked for"
+    assert process.stdout is not None, "a pipe was asked for"
+    return Side(process, process.stdin, process.stdout)
+
+
 def main() -> None:
     """Compare the two sides."""
     args = parse()
     if args.side:
         measure(args)
         return
-    sides = {
-        side: subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--side", side],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for side in ("automodel", "ours")
-    }
-    first = {side: json.loads(p.stdout.readline()) for side, p in sides.items()}
-    times: dict[str, list[float]] = {side: [] for side in sides}
+    sides = {name: start_side(name) for name in ("automodel", "ours")}
+    first = {name: json.loads(side.answers.readline()) for name, side in sides.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(args.turns):
-        for side, process in sides.items():
-            process.stdin.write("\n")
-            process.stdin.flush()
-            times[side] += json.loads(process.stdout.readline())
-    for process in sides.values():
-        process.stdin.close()
-        process.wait()
+        for name, side in sides.items():
+            side.turns.write("\n")
+            side.turns.flush()
+            times[name] += json.loads(side.answers.readline())
+    for side in sides.values():
+        side.turns.close()
+        side.process.wait()
     print(
         f"batch {args.batch}, lengths {round(args.lengths / 3)}..{args.lengths}, hidden {args.hidden}, vocabulary "
         f"{args.vocab}, {args.depths} depths, mask rule {args.mask_rule}, {args.threads} thread(s)"

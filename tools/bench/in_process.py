@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import MasterConfig
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.automodel.draft.spec import DraftSpec
     from nemo_rl.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
     from nemo_rl.utils.preflight import PreflightResult
 
@@ -32,6 +34,13 @@ def load(config: str, overrides: list[str]) -> tuple[MasterConfig, PreflightResu
 
     cfg = build_master_config(load_config(Path(config), ["checkpointing.enabled=false", *overrides]))
     return cfg, preflight(cfg)
+
+
+def draft_of(checked: PreflightResult) -> DraftSpec:
+    """The recipe's draft, which the benchmarks cannot do without."""
+    if checked.draft_spec is None:
+        sys.exit("--config: the recipe trains no draft; give one with policy.draft.enabled: true")
+    return checked.draft_spec
 
 
 def make_policy(cfg: MasterConfig, checked: PreflightResult, *, with_draft: bool) -> DTensorPolicyWorkerV2:

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
     cfg, checked = in_process.load(args.config, args.set)
+    draft = in_process.draft_of(checked)
 
     from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorker
 
@@ -42,7 +43,7 @@ def main() -> None:
             )
             has_draft = name == "with"
             engine.build(
-                speculative_config=checked.draft_spec.speculative_config(model_dir=directory) if has_draft else None,
+                speculative_config=draft.speculative_config(model_dir=directory) if has_draft else None,
                 trained_draft_tensors=tuple(policy.refit_manifest().draft),
             )
             engines[name] = engine
@@ -53,6 +54,7 @@ def main() -> None:
                 start = time.perf_counter()
                 payload = policy.gather_weights(version)
                 gathered = time.perf_counter()
+                assert payload is not None, "rank 0 gathers"
                 report = engines[name].update_weights(payload)
                 applied = time.perf_counter()
                 if report.num_checked != len(payload.manifest.wire_entries()):

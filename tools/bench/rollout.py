@@ -34,6 +34,7 @@ def main() -> None:
     cfg, checked = in_process.load(
         args.config, [f"policy.model_name={policy_dir}", f"policy.draft.model_name={draft_dir}"]
     )
+    draft = in_process.draft_of(checked)
 
     from nemo_rl.data.datasets import build_datasets
     from nemo_rl.data.tokenizer import load_tokenizer
@@ -59,13 +60,13 @@ def main() -> None:
             device=checked.device,
             seed=0,
         )
-        spec = None if k is None else checked.draft_spec.speculative_config(model_dir=str(draft_dir))
+        spec = draft.speculative_config(model_dir=str(draft_dir))
         worker.build(speculative_config=None if k is None else spec | {"num_speculative_tokens": k})
         return worker
 
     ks = args.k or [cfg.policy.generation.num_speculative_tokens]
     engines = {None: engine(None)} | {k: engine(k) for k in ks}
-    print(f"policy {policy_dir}, draft {checked.draft_spec.describe()}")
+    print(f"policy {policy_dir}, draft {draft.describe()}")
     for size in args.batch_sizes:
         rates: dict[int | None, list[float]] = {k: [] for k in engines}
         before = {k: worker.spec_counters() for k, worker in engines.items()}

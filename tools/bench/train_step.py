@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
     cfg, checked = in_process.load(args.config, args.set)
+    draft = in_process.draft_of(checked)
     workers = {name: in_process.make_policy(cfg, checked, with_draft=name == "with") for name in ("without", "with")}
 
     from nemo_rl.algorithms.loss import ClippedPGLossFn
@@ -43,7 +44,7 @@ def main() -> None:
     without, with_draft = (statistics.median(seconds[name]) for name in ("without", "with"))
     tokens = int(batch["input_lengths"].sum())
     updates = cfg.policy.train_global_batch_size // cfg.policy.smallest_train_batch_size
-    print(f"{checked.draft_spec.describe()}")
+    print(draft.describe())
     print(
         f"{batch.size} samples, {tokens} tokens, {cfg.policy.draft.ttt_steps} depths, "
         f"{updates} draft update(s) per step"

@@ -36,7 +36,7 @@ from nemo_rl.weight_sync.interfaces import DRAFT_PREFIX, RefitManifest, RefitPay
 from nemo_rl.weight_sync.transport import pack_tensors
 from tests.tiny_models import write_tiny_policy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.automodel]
+pytestmark = [pytest.mark.vllm, pytest.mark.automodel, pytest.mark.timeout(1200)]
 
 NUM_LAYERS, MAX_LEN, NEW_TOKENS, NUM_PROMPTS, MAX_PROPOSALS = 4, 96, 24, 6, 60
 

@@ -127,7 +127,6 @@ class Learner:
         (Path(directory) / "policy").mkdir()
         (Path(directory) / "policy" / "weights").write_bytes(b"w")
 
-
     def export_hf(self, directory: str) -> None:
         self._log.append(f"export {Path(directory).name}")
 

@@ -36,9 +36,9 @@ class SpecCounters:
     ) -> SpecCounters:
         """Counters of one finished request.
 
-        The engine verifies whole drafts: its last step may accept tokens behind the one that ends the response and throw
-        them away. They were not emitted, so they are not counted here. Then these counters equal those of a replay of the
-        response in the trainer.
+        The engine verifies whole drafts: its last step may accept tokens behind the one that ends the response and
+        throw them away. They were not emitted, so they are not counted here. Then these counters equal those of a
+        replay of the response in the trainer.
 
         Args:
             accepted_per_step: Accepted tokens of each step that had a draft, in order.
