@@ -102,6 +102,8 @@ class _Session:
 
 
 _session: _Session | None = None
+_received_signal: int | None = None
+"""The signal that is ending the driver."""
 
 
 def init_ray(cluster_cfg: ClusterConfig, *, log_dir: str | Path | None = None) -> RayRuntime:
@@ -138,12 +140,13 @@ def init_ray(cluster_cfg: ClusterConfig, *, log_dir: str | Path | None = None) -
 
 def shutdown_ray() -> None:
     """End the local cluster and every process of it, or leave a joined one. Harmless when nothing runs."""
-    global _session
+    global _session, _received_signal
     session, _session = _session, None
     if session is None or not session.owns_connection:
         return
     atexit.unregister(shutdown_ray)
     _stop(session)
+    _received_signal = None
     for number, handler in session.old_handlers.items():
         signal.signal(number, handler)
 
@@ -423,12 +426,27 @@ def _ending_signals() -> tuple[int, ...]:
     """Signals whose default action would end the driver without clean-up; only the main thread may handle them."""
     if threading.current_thread() is not threading.main_thread():
         return ()
-    return tuple(n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN)
+    endings = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return tuple(n for n in endings if signal.getsignal(n) is not signal.SIG_IGN)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     """End the driver in order. Ray turns the status into 1 when the signal arrives inside one of its calls."""
-    raise SystemExit(128 + number)
+    global _received_signal
+    _received_signal = number
+    raise_received_signal()
+
+
+def raise_received_signal() -> None:
+    """Raise what a Ctrl-C or termination signal asked for, if one has arrived; call it in every loop that waits.
+
+    An exception raised by a signal handler is lost when the signal arrives inside a callback or a finalizer, which Ray
+    runs many of. Then the driver would wait for its workers for ever.
+    """
+    if _received_signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if _received_signal is not None:
+        raise SystemExit(128 + _received_signal)
 
 
 @contextlib.contextmanager

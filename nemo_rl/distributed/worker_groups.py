@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.distributed.ray_runtime import is_local_cluster, worker_log_tail
+from nemo_rl.distributed.ray_runtime import is_local_cluster, raise_received_signal, worker_log_tail
 from nemo_rl.distributed.virtual_cluster import BundleSlot, RayVirtualCluster
 from nemo_rl.distributed.worker_host import RemoteFailure, WorkerHost
 from nemo_rl.errors import NemoRLError, WorkerError
@@ -325,6 +325,7 @@ class RayWorkerGroup:
         deadline = time.monotonic() + START_TIMEOUT_S
         pending = [] if self._is_started else list(self._pids)
         while pending:
+            raise_received_signal()
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
             if pending and time.monotonic() > deadline:
                 waiting = [rank for rank, ref in enumerate(self._pids) if ref in pending]
@@ -334,6 +335,7 @@ class RayWorkerGroup:
 
     def _wait(self, pending: list[ObjectRef]) -> tuple[list[ObjectRef], list[ObjectRef]]:
         try:
+            raise_received_signal()
             return ray.wait(pending, num_returns=1, timeout=POLL_S)
         except (KeyboardInterrupt, SystemExit):
             self._failure = "a call was interrupted"  # the workers are busy: shutdown must not wait for them

@@ -54,7 +54,7 @@ def finish(driver: subprocess.Popen[str], ending: str, log_dir: Path) -> Ended:
     if ending in SIGNALS:
         time.sleep(1.0)  # the driver is waiting for a call that never returns
         os.kill(driver.pid, SIGNALS[ending])
-    _, stderr = driver.communicate(timeout=120)
+    _, stderr = driver.communicate(timeout=300)
     return Ended(driver.returncode, json.loads(line), stderr, log_dir)
 
 
@@ -180,3 +180,19 @@ def test_object_store_follows_shared_memory(
 def test_impossible_object_store_is_a_config_error(requested: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"cluster.object_store_memory: got {requested}; must lie between"):
         ray_runtime.plan_object_store(requested, shm_dir=tmp_path, fallback_dir=tmp_path)
+
+
+def test_a_signal_whose_exception_was_lost_is_raised_by_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finalizer:
+        def __del__(self) -> None:
+            ray_runtime._exit_on_signal(signal.SIGINT, None)  # Python prints and drops what a finalizer raises
+
+    monkeypatch.setattr(ray_runtime, "_received_signal", None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    ray_runtime.raise_received_signal()
+    Finalizer()
+    with pytest.raises(KeyboardInterrupt):
+        ray_runtime.raise_received_signal()
+    monkeypatch.setattr(ray_runtime, "_received_signal", signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        ray_runtime.raise_received_signal()
