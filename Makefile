@@ -31,7 +31,7 @@ demo: environment
 	$(PY) examples/run_grpo.py --config $(DEMO_RECIPE) $(ARGS)
 
 test: environment
-	$(PY) -m pytest tests/unit tests/functional -n 2 --dist loadgroup $(ARGS)
+	$(PY) -m pytest tests/unit tests/functional -n 2 --dist loadfile $(ARGS)
 
 lint: environment
 	$(VENV)/bin/ruff check .

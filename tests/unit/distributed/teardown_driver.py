@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -17,6 +18,8 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
 
 def main(ending: str, log_dir: str) -> None:
+    # A process started from a background job or a test worker inherits an ignored Ctrl-C; a terminal's does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     runtime = init_ray(ClusterConfig(device="cpu", object_store_memory=100 * 2**20), log_dir=log_dir)
     cluster = RayVirtualCluster([1], use_gpus=False, num_gpus_per_node=0)
     group = RayWorkerGroup(cluster, RayWorkerBuilder("cluster_workers:EchoWorker", "x"), name_prefix="teardown")
