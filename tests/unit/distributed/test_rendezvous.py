@@ -78,6 +78,9 @@ def test_killed_rank_surfaces_while_the_other_waits_in_a_barrier(gloo: RayWorker
     ):
         gloo.get_all_worker_results(gloo.run_all_workers_single_data("barrier_unless", 1))
     assert time.monotonic() - start < 15
+    deadline = time.monotonic() + 20
+    while [pid for pid in pids if psutil.pid_exists(pid)] and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
 
 
