@@ -14,7 +14,6 @@ chunk's logits are at hand, so the backward pass neither keeps nor recomputes th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -219,8 +218,3 @@ def _elements(
         rows.is_in_vocab[local],
     )
     return probs, torch.stack(terms, dim=-1)
-
-
-def column(stats: Tensor, names: Sequence[str]) -> Tensor:
-    """Columns of `stats` by name: [E, len(names)]."""
-    return stats[:, [STATS.index(n) for n in names]]
