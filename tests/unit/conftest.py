@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.distributed.device import cuda_obstacle
-
-# Read while libraries are imported, so before the first test module.
-for _name, _value in {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}.items():
-    os.environ.setdefault(_name, _value)
 
 _HERE = Path(__file__).parent
 _IMPLIED_MARKERS = {"models/automodel": "automodel", "models/policy": "automodel"}
