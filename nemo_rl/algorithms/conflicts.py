@@ -7,8 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nemo_rl.models.generation.vllm.speculative import baseline_problems, option_problems, refused_problems
+
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import MasterConfig
+
+_DRAFT_TRAINING_KEYS = (
+    "train_global_batch_size",
+    "train_every",
+    "warmup_steps",
+    "freeze",
+    "max_grad_norm",
+    "optimizer",
+    "scheduler",
+)
+"""Keys of `policy.draft` that only the training of a draft reads."""
 
 
 def find_conflicts(cfg: MasterConfig) -> list[str]:
@@ -26,6 +39,7 @@ def find_conflicts(cfg: MasterConfig) -> list[str]:
         *_checkpointing_conflicts(cfg),
         *_policy_conflicts(cfg),
         *_generation_conflicts(cfg),
+        *_draft_conflicts(cfg),
         *_speculation_conflicts(cfg),
         *_data_conflicts(cfg),
     ]
@@ -167,26 +181,53 @@ def _device_split_conflicts(cfg: MasterConfig) -> list[str]:
     ]
 
 
+def _draft_conflicts(cfg: MasterConfig) -> list[str]:
+    draft = cfg.policy.draft
+    found: list[str] = []
+    if not draft.enabled:
+        return found
+    if draft.static and draft.model_name is None:
+        found.append(
+            "policy.draft.static: got true with policy.draft.model_name: null; must have a draft to serve, a new one "
+            "would propose nothing of use. Set policy.draft.model_name, or static: false."
+        )
+    default = type(draft)()
+    unread = [key for key in _DRAFT_TRAINING_KEYS if getattr(draft, key) != getattr(default, key)]
+    if draft.static and unread:
+        found.append(
+            f"policy.draft.static: got true with policy.draft.{', policy.draft.'.join(unread)}; a static draft is not "
+            "trained, so nothing reads them. Remove them, or set static: false."
+        )
+    if not draft.serve and (draft.static or draft.loss_weight == 0):
+        key, got = ("static", "true") if draft.static else ("loss_weight", "0")
+        found.append(
+            f"policy.draft.serve: got false with policy.draft.{key}: {got}; a draft that is neither served nor trained "
+            "does nothing. Set policy.draft.enabled: false, or change one of them."
+        )
+    return found
+
+
 def _speculation_conflicts(cfg: MasterConfig) -> list[str]:
     draft, key = cfg.policy.draft, "policy.generation.vllm_kwargs.speculative_config"
     raw = cfg.policy.generation.vllm_kwargs.get("speculative_config")
     if raw is not None and not isinstance(raw, dict):
         return [f"{key}: got {raw!r}; must be a mapping. Write {{num_speculative_tokens: 3}}."]
     spec = raw or {}
-    tokens = spec.get("num_speculative_tokens")
-    if not draft.enabled:
-        if tokens is not None and (not _is_int(tokens) or tokens < 1):
-            return [
-                f"{key}.num_speculative_tokens: got {tokens!r}; must be an integer >= 1. Remove {key} to switch it off."
-            ]
-        return []
-    found: list[str] = []
-    largest = draft.max_num_speculative_tokens
-    if tokens is None or not _is_int(tokens) or not 1 <= tokens <= largest:
+    found = refused_problems(spec)
+    if not cfg.policy.draft_served:
+        return found if raw is None else found + baseline_problems(spec)
+    tokens, largest = spec.get("num_speculative_tokens"), draft.max_num_speculative_tokens
+    if not _is_int(tokens) or tokens < 1 or (largest is not None and tokens > largest):
         missing = "nothing" if tokens is None else repr(tokens)
+        allowed = ">= 1, the tokens that the draft proposes per step"
+        if largest is not None:
+            allowed = (
+                f"from 1 to {largest}, the most that the draft of policy.draft (algo: {draft.algo}) is trained to "
+                "propose"
+            )
         found.append(
-            f"{key}.num_speculative_tokens: got {missing}; must be an integer from 1 to {largest}, the most that the "
-            f"draft of policy.draft (algo: {draft.algo}) is trained to propose. Set it, e.g. to {min(3, largest)}."
+            f"{key}.num_speculative_tokens: got {missing}; must be an integer {allowed}. Set it, e.g. to "
+            f"{3 if largest is None else min(3, largest)}."
         )
     method = spec.get("method")
     if method is not None and method not in draft.serving_methods:
@@ -194,6 +235,8 @@ def _speculation_conflicts(cfg: MasterConfig) -> list[str]:
             f"{key}.method: got {method!r}; policy.draft.enabled: true with algo: {draft.algo} is served by "
             f"{_any_of(draft.serving_methods)}. Remove the key: the draft sets it."
         )
+    else:
+        found += option_problems(spec, method=draft.serving_methods[0])
     model = spec.get("model")
     if model is not None:
         found.append(

@@ -23,6 +23,7 @@ from nemo_rl.algorithms.metrics import acceptance_metrics, add_pairs, fold
 from nemo_rl.algorithms.validation import ValidationResult, validate
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.experience.rollouts import Rollout, run_rollout, sample_seed
+from nemo_rl.utils.draft_agreement import gap_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -343,6 +344,8 @@ def grpo_step(c: GRPOComponents, source: PromptSource) -> dict[str, float] | Non
     with timer.time("policy_training"):
         result = c.policy.train(batch, c.loss_fn, step=state.step)
     metrics |= training_metrics(result)
+    if cfg.policy.draft_served:
+        metrics |= gap_metrics(metrics)
     state.step += 1
     state.consumed_samples += cfg.grpo.num_prompts_per_step
     state.total_valid_tokens += int(result["global_valid_toks"])

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.config import Device, MasterConfig
     from nemo_rl.algorithms.validation import ValidationResult
     from nemo_rl.experience.rollouts import Decoder
+    from nemo_rl.models.automodel.draft.spec import DraftSpec
     from nemo_rl.utils.preflight import PreflightResult
 
 log = logging.getLogger(__name__)
@@ -163,14 +164,16 @@ def setup(
         state = GRPOState.from_dict(resume.training_info)
 
     progress.status("starting the engines")
-    required = None
-    if checked.draft_spec is not None:
-        draft_dir = logger.log_dir / SERVED_DRAFT_DIR
-        policy.export_draft(str(draft_dir.absolute()))
-        required = checked.draft_spec.speculative_config(model_dir=str(draft_dir.absolute()))
+    draft, draft_dir = checked.draft_spec, str((logger.log_dir / SERVED_DRAFT_DIR).absolute())
+    required = None if draft is None else draft.speculative_config(model_dir=draft_dir)
+    if required is not None:
+        policy.export_draft(draft_dir)
+    sent = tuple(policy.refit_manifest().draft)
     generation.build(
         speculative_config=merge_speculative_config(cfg.policy.generation.speculative_config, required),
-        trained_draft_tensors=tuple(policy.refit_manifest().draft),
+        trained_draft_tensors=sent,
+        frozen_draft_tensors=() if draft is None or required is None else _kept_tensors(draft, sent),
+        draft_extension=None if draft is None else draft.serving_extension,
     )
     synchronizer = WeightSynchronizer(policy, generation)
     synchronizer.sync(state.step)
@@ -207,6 +210,12 @@ def setup(
         on_step=progress.step,
         on_validation=on_validation,
     )
+
+
+def _kept_tensors(draft: DraftSpec, sent: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the draft's own tensors that no refit sends: frozen ones, all of a static draft, its own embedding."""
+    arch = draft.architecture
+    return tuple(name for name in (*arch.published_shapes(), *arch.frozen_shapes()) if name not in sent)
 
 
 def build_clusters(cfg: MasterConfig, *, device: Device) -> tuple[RayVirtualCluster, RayVirtualCluster]:
@@ -273,11 +282,12 @@ def versions() -> dict[str, str]:
 
 
 def _header_facts(cfg: MasterConfig, checked: PreflightResult, resume: ResumePoint | None) -> dict[str, object]:
-    k = cfg.policy.generation.num_speculative_tokens
+    k, user = cfg.policy.generation.num_speculative_tokens, cfg.policy.generation.speculative_config
+    method = None if user is None or cfg.policy.draft_served else user.get("method")
     facts: dict[str, object] = {
         "policy": checked.model_dir,
         "draft": "none" if checked.draft_spec is None else checked.draft_spec.describe(),
-        "speculation": "off" if k is None else f"K = {k}",
+        "speculation": "off" if user is None else ", ".join([*([method] if method else []), f"K = {k}"]),
         "device": checked.device,
         "workers": f"{cfg.num_policy_workers(checked.device)} policy, {cfg.num_generation_engines(checked.device)} "
         "vLLM",

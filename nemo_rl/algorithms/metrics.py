@@ -34,7 +34,8 @@ def acceptance_metrics(counters: SpecCounters, *, prefix: str) -> dict[str, floa
     """Metrics of the engine's speculative decoding over one rollout.
 
     ``acceptance_length`` is the mean number of tokens that one verification emits, 1 + accepted / drafts, in [1, K +
-    1]; ``acceptance_rate_pos_{i}`` is the share of drafts whose i-th token (0-based) was accepted.
+    1]; ``tokens_per_forward`` also counts verifications without a proposal; ``acceptance_rate_pos_{i}`` is the share of
+    drafts whose i-th token (0-based) was accepted.
 
     Args:
         counters: *differences* of the engine's cumulative counters.
@@ -50,6 +51,7 @@ def acceptance_metrics(counters: SpecCounters, *, prefix: str) -> dict[str, floa
         "num_draft_tokens": float(counters.num_draft_tokens),
         "num_accepted_tokens": float(counters.num_accepted_tokens),
         "acceptance_length": 1.0 + counters.num_accepted_tokens / counters.num_drafts,
+        "tokens_per_forward": counters.tokens_per_forward,
     }
     for position, accepted in enumerate(counters.accepted_per_pos):
         out[f"acceptance_rate_pos_{position}"] = accepted / counters.num_drafts

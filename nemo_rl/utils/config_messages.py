@@ -10,7 +10,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl.algorithms.config import MasterConfig
-from nemo_rl.utils.config_schema import DISCRIMINATOR, child_type, complete, field_at, key_names, section_at
+from nemo_rl.utils.config_schema import (
+    DISCRIMINATOR,
+    child_type,
+    complete,
+    discriminator_values,
+    field_at,
+    key_names,
+    section_at,
+    sibling_classes,
+)
 from nemo_rl.utils.schema import ConfigConflicts
 
 _STRUCTURAL_ERRORS = {"extra_forbidden", "missing", "model_type", "model_attributes_type"}
@@ -66,8 +75,8 @@ def _explain_one(detail: ErrorDetails, tree: Mapping[str, Any]) -> str:
     key = ".".join(path) or "configuration"
     got, kind = detail["input"], detail["type"]
     if kind == "extra_forbidden":
-        hint = nearest_name(path[-1], _names_at(path[:-1], tree), prefix=".".join(path[:-1]))
-        return f"{key}: got an unknown key; {hint}"
+        schema, node = _schema_at(path[:-1], tree)
+        return f"{key}: got {unknown_key(path[-1], schema, node, prefix='.'.join(path[:-1]))}"
     if kind == "missing":
         return f"{key}: got nothing; is required. Set it in the file or on the command line: {key}=..."
     if kind == "union_tag_invalid":
@@ -93,13 +102,43 @@ def _yaml_path(loc: tuple[int | str, ...], tree: Any) -> list[str]:
     return path
 
 
-def _names_at(path: list[str], tree: Any) -> list[str]:
+def _schema_at(path: list[str], tree: Any) -> tuple[Any, Any]:
+    """Return the annotation and the value at a path."""
     schema: Any = MasterConfig
     node = tree
     for part in path:
         schema = child_type(schema, part, node)
         node = node[int(part)] if isinstance(node, list) else node[part]
-    return key_names(section_at(schema, node))
+    return schema, node
+
+
+def unknown_key(name: str, schema: Any, node: Any, *, prefix: str, where: str = "") -> str:
+    """Say what is wrong with a key that its section does not have, and what to do.
+
+    Args:
+        name: The last part of the key.
+        schema: Annotation of the section.
+        node: The section's value.
+        prefix: The key above; empty at the top.
+        where: Said behind "unknown key", e.g. `" on the command line"`.
+
+    Returns:
+        The message from "got" on, without that word.
+    """
+    section = section_at(schema, node)
+    reason = section.reason_to_refuse(name) if hasattr(section, "reason_to_refuse") else None
+    if reason is not None:
+        return f"an option that does not exist here; must be absent: {reason} Remove the key."
+    owners = [cls for cls in sibling_classes(schema) if name in key_names(cls)]
+    if owners:
+        chosen = node.get(DISCRIMINATOR, discriminator_values(sibling_classes(schema)[0])[0])
+        names = " or ".join(repr(value) for cls in owners for value in discriminator_values(cls))
+        return (
+            f"an option of another {DISCRIMINATOR}; {prefix}.{DISCRIMINATOR} is {chosen!r}, and {name} belongs to "
+            f"{names}. Remove the key, or set {prefix}.{DISCRIMINATOR} to one that has it."
+        )
+    names_here = key_names(section) if schema is not None else []
+    return f"an unknown key{where}; {nearest_name(name, names_here, prefix=prefix)}"
 
 
 def nearest_name(name: str, names: list[str], *, prefix: str) -> str:

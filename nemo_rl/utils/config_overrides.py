@@ -8,8 +8,8 @@ import yaml
 
 from nemo_rl.algorithms.config import MasterConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.utils.config_messages import nearest_name
-from nemo_rl.utils.config_schema import child_type, default_below, has_key, is_free_form, key_names, section_at
+from nemo_rl.utils.config_messages import unknown_key
+from nemo_rl.utils.config_schema import child_type, default_below, has_key, is_free_form
 from nemo_rl.utils.yaml_reader import parse_yaml
 
 
@@ -99,6 +99,5 @@ def _unknown_override(key: str, *, depth: int, schema: Any, node: Any) -> str:
             f"{key}: got a new key in a free-form block; key=value only changes what is there. "
             f"Write ++{key}=... to add it."
         )
-    names = key_names(section_at(schema, node)) if schema is not None else []
-    hint = nearest_name(parts[depth], names, prefix=".".join(parts[:depth]))
-    return f"{where}: got an unknown key on the command line; {hint}"
+    problem = unknown_key(parts[depth], schema, node, prefix=".".join(parts[:depth]), where=" on the command line")
+    return f"{where}: got {problem}"

@@ -142,12 +142,20 @@ def section_class(annotation: Any, value: Any) -> type[BaseModel] | None:
     if len(classes) <= 1 or not isinstance(value, Mapping):
         return classes[0] if classes else None
     for candidate in classes:
-        field = candidate.model_fields[DISCRIMINATOR]
-        if value.get(DISCRIMINATOR, classes[0].model_fields[DISCRIMINATOR].default) in typing.get_args(
-            field.annotation
-        ):
+        if value.get(DISCRIMINATOR, classes[0].model_fields[DISCRIMINATOR].default) in discriminator_values(candidate):
             return candidate
     return None
+
+
+def sibling_classes(annotation: Any) -> list[type[BaseModel]]:
+    """List the classes of a field that may hold one of several sections; empty for any other field."""
+    classes = [part for part in _flatten(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return classes if len(classes) > 1 else []
+
+
+def discriminator_values(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the values of `algo` that choose a class."""
+    return typing.get_args(model.model_fields[DISCRIMINATOR].annotation)
 
 
 def _flatten(annotation: Any) -> list[Any]:

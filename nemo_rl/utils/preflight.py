@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nemo_rl.algorithms.config import ALGORITHM
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.generation.vllm.speculative import merge_speculative_config
+from nemo_rl.models.generation.vllm.speculative import (
+    SPEC_KEY,
+    SUFFIX_PACKAGE,
+    baseline_problems,
+    merge_speculative_config,
+)
 from nemo_rl.utils.config_messages import join_problems
 from nemo_rl.utils.model_files import check_weights, find_model_dir, read_model_config
 from nemo_rl.utils.preflight_files import check_checkpoint, check_writable, output_dirs, prompt_problems
@@ -73,7 +78,7 @@ def preflight(cfg: MasterConfig) -> PreflightResult:
         _gather(problems, lambda: _check_tokenizer(cfg))
     if policy_config is not None:
         problems += length_problems(cfg, policy_config) + head_problems(cfg, policy_config)
-        _gather(problems, lambda: merge_speculative_config(cfg.policy.generation.speculative_config, None))
+        problems += _speculation_problems(cfg, device)
         if cfg.policy.draft_enabled:
             draft = _gather(problems, lambda: _resolve_draft(cfg, policy_config, device=device)) or draft
     problems += prompt_problems(cfg)
@@ -81,8 +86,8 @@ def preflight(cfg: MasterConfig) -> PreflightResult:
         _gather(problems, lambda key=key, directory=directory: check_writable(directory, key=key))
     if not problems:
         # Last, because looking into the directory also clears what an interrupted run left half written.
-        identity = None if draft.spec is None else _identity(draft.spec)
-        _gather(problems, lambda: check_checkpoint(cfg, algorithm=ALGORITHM, draft_identity=identity))
+        algo, identity = (None, None) if draft.spec is None else (draft.spec.algo, _identity(draft.spec))
+        _gather(problems, lambda: check_checkpoint(cfg, algorithm=ALGORITHM, draft_algo=algo, draft_identity=identity))
     if problems or device is None or model_dir is None or policy_config is None:
         raise ConfigError(join_problems(list(dict.fromkeys(problems))))
     return PreflightResult(
@@ -112,6 +117,21 @@ def _gather(problems: list[str], check: Callable[[], T]) -> T | None:
     except ConfigError as err:
         problems.extend(str(err).splitlines())
         return None
+
+
+def _speculation_problems(cfg: MasterConfig, device: Device | None) -> list[str]:
+    """Check what the device and the installed packages decide about the engine's speculative decoding."""
+    user = cfg.policy.generation.speculative_config
+    found: list[str] = []
+    _gather(found, lambda: merge_speculative_config(user, None))
+    if user is None or cfg.policy.draft_served:
+        return found
+    if user.get("method") == "suffix" and importlib.util.find_spec(SUFFIX_PACKAGE) is None:
+        found.append(
+            f"{SPEC_KEY}.method: got 'suffix'; the package {SUFFIX_PACKAGE} must be installed. See "
+            "docs/guides/draft-cotraining.md (baselines) for how to build it, or use method: ngram, which needs none."
+        )
+    return found + baseline_problems(user, device=device)
 
 
 def _check_packages(cfg: MasterConfig) -> None:
@@ -149,14 +169,15 @@ def _resolve_draft(cfg: MasterConfig, policy_config: dict[str, Any], *, device: 
     if draft.model_name is not None:
         directory = find_model_dir(draft.model_name, key="policy.draft.model_name")
         draft = draft.model_copy(update={"model_name": str(directory)})
-    num_speculative_tokens = cfg.policy.generation.num_speculative_tokens
-    assert num_speculative_tokens is not None, "an enabled draft without K is a conflict of the configuration"
+    user = cfg.policy.generation.speculative_config
     spec = resolve_spec(
         draft,
         policy_config=policy_config,
-        k=num_speculative_tokens,
+        k=cfg.policy.generation.num_speculative_tokens if draft.serve else None,
         max_model_len=cfg.policy.generation.vllm_cfg.max_model_len,
         dtype=cfg.policy.generation.vllm_cfg.precision,
         device=device,
     )
+    if cfg.policy.draft_served:
+        merge_speculative_config(user, spec.speculative_config(model_dir="the exported draft"))
     return _Draft(directory=directory, spec=spec)

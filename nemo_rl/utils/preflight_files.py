@@ -84,12 +84,15 @@ def check_writable(directory: Path, *, key: str) -> None:
         )
 
 
-def check_checkpoint(cfg: MasterConfig, *, algorithm: str, draft_identity: dict[str, Any] | None) -> None:
+def check_checkpoint(
+    cfg: MasterConfig, *, algorithm: str, draft_algo: str | None, draft_identity: dict[str, Any] | None
+) -> None:
     """Check that the latest checkpoint, if there is one, can be continued with this configuration.
 
     Args:
         cfg: The configuration.
         algorithm: What the checkpoint must say it is.
+        draft_algo: Algorithm of the run's draft; None = the run has no draft.
         draft_identity: What the draft in the checkpoint must agree with; None = the run has no draft.
 
     Raises:
@@ -108,12 +111,12 @@ def check_checkpoint(cfg: MasterConfig, *, algorithm: str, draft_identity: dict[
         raise ConfigError(
             f"{_CHECKPOINT_KEY}: {path} is not a checkpoint of this program ({err}). {_elsewhere(path)}"
         ) from err
-    _check_draft_meta(cfg, path, draft_identity=draft_identity)
+    _check_draft_meta(path, draft_algo=draft_algo, draft_identity=draft_identity)
     for file in sorted(path.rglob("*.safetensors")):
         check_safetensors(file, key=_CHECKPOINT_KEY)
 
 
-def _check_draft_meta(cfg: MasterConfig, path: Path, *, draft_identity: dict[str, Any] | None) -> None:
+def _check_draft_meta(path: Path, *, draft_algo: str | None, draft_identity: dict[str, Any] | None) -> None:
     file = path / "draft" / DRAFT_META_FILE
     if (draft_identity is None) != (not file.is_file()):
         has, wants = ("no draft", "trains one") if draft_identity is not None else ("a draft", "has none")
@@ -132,9 +135,9 @@ def _check_draft_meta(cfg: MasterConfig, path: Path, *, draft_identity: dict[str
         raise ConfigError(
             f"{_CHECKPOINT_KEY}: {file} has layout {version!r}; must be {DRAFT_FORMAT_VERSION}. {_elsewhere(path)}"
         )
-    if algo != cfg.policy.draft.algo:
+    if algo != draft_algo:
         raise ConfigError(
-            f"policy.draft.algo: got {cfg.policy.draft.algo!r}; {path} holds a draft of {algo!r}. {_elsewhere(path)}"
+            f"policy.draft.algo: got {draft_algo!r}; {path} holds a draft of {algo!r}. {_elsewhere(path)}"
         )
     plain = json.loads(json.dumps(draft_identity))
     changed = sorted(name for name in plain.keys() & spec.keys() if plain[name] != spec[name])

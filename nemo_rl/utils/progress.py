@@ -24,6 +24,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl.utils.draft_agreement import measured, trained
 from nemo_rl.utils.run_summary import RunSummary, TimeSplit, time_split
 
 PLAIN_WIDTH = 110
@@ -185,9 +186,11 @@ class RunProgress:
         parts = [Text(f"step {step:>{width}}/{self._total}", style="bold")]
         if "train/reward" in metrics:
             parts.append(_labelled("reward", f"{metrics['train/reward']:.3f}", style="green"))
-        if "vllm/spec_acceptance_length" in metrics:
-            length = f"{metrics['vllm/spec_acceptance_length']:.2f}"
-            parts.append(_labelled("accept", f"{length}/{self._ceiling}" if self._ceiling else length, style="cyan"))
+        engine, trainer = measured(metrics), trained(metrics)
+        if engine.is_known:
+            parts.append(_labelled("accept", engine.describe(ceiling=self._ceiling), style="cyan"))
+        if trainer.is_known:
+            parts.append(_labelled("trainer", trainer.describe(), style="cyan"))
         if "performance/rollout_tokens_per_sec" in metrics:
             parts.append(Text.assemble((f"{metrics['performance/rollout_tokens_per_sec']:>5,.0f}", "cyan"), " tok/s"))
         split = time_split(metrics)

@@ -9,7 +9,7 @@ depth): both are told apart with any colour vision and in grey.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -18,8 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from nemo_rl.utils.draft_agreement import measured, trained
 from nemo_rl.utils.logger import MetricTable
-from nemo_rl.utils.run_summary import TimeSplit, finite, time_split
+from nemo_rl.utils.run_summary import TimeSplit, finite, step_rows, time_split
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#6B7480"
 
@@ -109,77 +110,101 @@ def _plot_reward(metrics: MetricTable) -> Plot | None:
 
 
 def _plot_acceptance_length(metrics: MetricTable, *, num_speculative_tokens: int | None) -> Plot | None:
-    measured = finite(metrics, "vllm/spec_acceptance_length")
-    if not measured:
+    engine = finite(metrics, "vllm/spec_acceptance_length")
+    if not engine:
         return None
-    replayed = finite(metrics, "train/draft_replayed_acceptance_length")
+    trainer = {
+        "replayed in training": (ORANGE, "-.", finite(metrics, "train/draft_replayed_acceptance_length")),
+        "expected in training": (PURPLE, ":", finite(metrics, "train/draft_expected_acceptance_length")),
+    }
     figure, axes = _figure("tokens per verification")
-    top = max([*measured.values(), *replayed.values()])
+    top = max([*engine.values(), *(value for _, _, values in trainer.values() for value in values.values())])
     if num_speculative_tokens is not None:
         ceiling = num_speculative_tokens + 1
         top = max(top, float(ceiling))
         axes.axhline(ceiling, color=GREY, linestyle="--", linewidth=1.4, label=f"ceiling, K + 1 = {ceiling}")
-    if replayed:
-        _line(axes, replayed, color=ORANGE, label="replayed in training", style="-.")
-    _line(axes, measured, color=BLUE, label="measured in rollouts")
+    for label, (color, style, values) in trainer.items():
+        if values:
+            _line(axes, values, color=color, label=label, style=style)
+    _line(axes, engine, color=BLUE, label="measured in rollouts")
     axes.set_ylim(0.9, top + 0.06 * (top - 0.9))
-    _legend(axes, ncols=3)
+    _legend(axes, ncols=2)
     return Plot(
         "acceptance_length",
         "Acceptance length",
         "Mean number of tokens that one verification by the policy emits: 1 + accepted / drafts. At 1 the draft is of "
-        "no use. The training forward replays the same responses; a gap points to a misaligned or stale "
-        "draft.",
+        "no use. The training forward replays the same responses, or predicts from every place of them; a gap points "
+        "to a misaligned or stale draft.",
         figure,
     )
 
 
 def _plot_acceptance_per_position(metrics: MetricTable) -> Plot | None:
-    measured = _indexed(metrics, r"vllm/spec_acceptance_rate_pos_(\d+)")
-    if not measured:
+    by_step = _indexed(metrics, r"vllm/spec_acceptance_rate_pos_(\d+)")
+    if not by_step:
         return None
-    # both are ordered by draft position; the training side may count from 1
-    replayed = list(_indexed(metrics, r"train/draft_replayed_acceptance_(\d+)").values())
+    both = {step: (measured(row).rates, trained(row).rates) for step, row in step_rows(metrics).items()}
+    trainer = [{step: values[j] for step, (_, values) in both.items() if j < len(values)} for j in range(len(by_step))]
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     over_steps, by_position = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
-    colors = _ordered_colors(len(measured))
-    for color, (position, values) in zip(colors, measured.items(), strict=True):
+    colors = _ordered_colors(len(by_step))
+    for color, (position, values), expected in zip(colors, by_step.items(), trainer, strict=True):
         _line(over_steps, values, color=color, label=f"{position + 1}")
+        if expected:
+            _line(over_steps, expected, color=color, label="_trainer", style=":")  # the underscore: no legend entry
     over_steps.set(xlabel="step", ylabel="share of drafts accepted", ylim=(-0.02, 1.05))
     _set_step_axis(over_steps, num_ticks=6)
-    _legend(over_steps, ncols=min(4, len(measured)), title="draft position")
-    _draw_position_curves(by_position, list(measured.values()), replayed=replayed)
+    _legend(
+        over_steps,
+        ncols=min(4, len(by_step)),
+        title="draft position" + (" (dotted: trainer)" if any(trainer) else ""),
+    )
+    _draw_position_curves(by_position, both, num_positions=len(by_step))
     return Plot(
         "acceptance_per_position",
         "Acceptance by draft position",
-        "Share of drafts whose tokens were all accepted up to this position; right, against the position. First "
-        "position good and later ones near 0: wrong positions, mask "
-        "slots or feedback. All low: wrong features, layer ids, head or norm.",
+        "Share of drafts whose tokens were all accepted up to this position; right, against the position. Solid: the "
+        "engine; dotted: the training forward with the same draft. First position good and later ones near 0: wrong "
+        "positions, mask slots or feedback. All low: wrong features, layer ids, head or norm.",
         figure,
     )
 
 
 def _draw_position_curves(
-    axes: Axes, measured: Sequence[dict[int, float]], *, replayed: Sequence[dict[int, float]]
+    axes: Axes, both: Mapping[int, tuple[Sequence[float], Sequence[float]]], *, num_positions: int
 ) -> None:
-    """Rates over positions at the first, the middle and the last step."""
-    steps = sorted(set.intersection(*(set(values) for values in measured)))
+    """Rates over positions at the first, the middle and the last step, and the trainer's at the last that has them.
+
+    Args:
+        axes: Where to draw.
+        both: Step to rates of engine and trainer; the trainer may know fewer positions, or none.
+        num_positions: Positions of the engine.
+    """
+    steps = [step for step, (engine, _) in both.items() if len(engine) == num_positions]
     if not steps:
         return
-    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
-    positions = np.arange(1, len(measured) + 1)
+    with_trainer = [step for step in steps if both[step][1]]
+    last = with_trainer[-1] if with_trainer else steps[-1]
+    chosen = sorted({steps[0], steps[len(steps) // 2], last})
     for color, marker, step in zip(_ordered_colors(len(chosen)), "os^", chosen, strict=False):
+        axes.plot(_positions(num_positions), both[step][0], color=color, marker=marker, markersize=6, label=f"{step}")
+    expected = both[last][1][:num_positions]
+    if expected:
         axes.plot(
-            positions, [values[step] for values in measured], color=color, marker=marker, markersize=6, label=f"{step}"
+            _positions(len(expected)),
+            expected,
+            color=VERMILION,
+            linestyle=":",
+            marker="x",
+            markersize=8,
+            label=f"{last}, trainer",
         )
-    last = chosen[-1]
-    trained = [values[last] for values in replayed[: len(measured)] if last in values]
-    if len(trained) == len(measured):
-        axes.plot(
-            positions, trained, color=VERMILION, linestyle=":", marker="x", markersize=8, label=f"{last}, replayed"
-        )
-    axes.set(xlabel="draft position", xticks=positions, xlim=(0.7, len(measured) + 0.3))
+    axes.set(xlabel="draft position", xticks=_positions(num_positions), xlim=(0.7, num_positions + 0.3))
     _legend(axes, ncols=2, title="at step")
+
+
+def _positions(count: int) -> np.ndarray:
+    return np.arange(1, count + 1)
 
 
 def _plot_draft_loss(metrics: MetricTable) -> Plot | None:
@@ -206,8 +231,9 @@ def _plot_draft_loss(metrics: MetricTable) -> Plot | None:
 
 def _plot_time_split(metrics: MetricTable) -> Plot | None:
     splits: dict[int, TimeSplit] = {}
+    rows = step_rows(metrics)
     for step in metrics.get("timing/train/total_step_time", {}):
-        split = time_split({name: values[step] for name, values in metrics.items() if step in values})
+        split = time_split(rows[step])
         if split is not None:
             splits[step] = split
     if not splits:
@@ -254,7 +280,7 @@ def _plot_throughput(metrics: MetricTable) -> Plot | None:
         _line(axes, rollouts, color=BLUE, label="rollouts")
     if overall:
         _line(axes, overall, color=PURPLE, label="whole step")
-    for values, color, label in ((plain, GREY, "probe, plain decoding"), (speculative, GREEN, "probe, with draft")):
+    for values, color, label in ((plain, GREY, "probe, plain decoding"), (speculative, GREEN, "probe, speculative")):
         if len(values) == 1:
             (value,) = values.values()
             axes.axhline(value, color=color, linestyle="--", linewidth=1.6, label=f"{label}: {value:,.0f}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
+from nemo_rl.utils.draft_agreement import Acceptance, measured, trained
 from nemo_rl.utils.logger import MetricTable
 
 LAST_STEPS = 3
@@ -69,14 +70,18 @@ class RunSummary:
     validation_accuracy: FirstLast | None
     acceptance_length: FirstLast | None
     num_speculative_tokens: int | None
+    engine_acceptance: Acceptance | None
+    """What the engines measured, over the last steps that have the trainer's side too, if any have."""
+    trainer_acceptance: Acceptance | None
+    """What the training forward found in the same steps."""
     draft_loss: FirstLast | None
     refits_verified: int | None
     refits: int | None
     rollout_tokens_per_sec: FirstLast | None
     plain_tokens_per_sec: float | None
-    """The probe: the same policy, decoding without a draft."""
+    """The probe: the same policy, decoding without speculation."""
     speculative_tokens_per_sec: float | None
-    """The probe with the draft, at the same batch."""
+    """The probe with speculation, at the same batch."""
     speedup: float | None
     wall_seconds: float | None
 
@@ -98,6 +103,9 @@ class RunSummary:
         if self.acceptance_length is not None:
             ceiling = "" if self.num_speculative_tokens is None else f" of {self.num_speculative_tokens + 1}"
             yield "acceptance length", change(self.acceptance_length, ".2f") + ceiling
+        sides = (("engine", self.engine_acceptance), ("trainer", self.trainer_acceptance))
+        if any(side is not None and side.rates for _, side in sides):
+            yield "acceptance at the end", ", ".join(f"{name} {side.describe()}" for name, side in sides if side)
         if self.draft_loss is not None:
             yield "draft loss", change(self.draft_loss, ".3f")
         if self.refits is not None:
@@ -112,7 +120,7 @@ class RunSummary:
     def _probe_text(self, *, arrow: str) -> str:
         text = f"plain {self.plain_tokens_per_sec:,.0f} tokens/s"
         if self.speculative_tokens_per_sec is not None:
-            text += f" {arrow} with draft {self.speculative_tokens_per_sec:,.0f} tokens/s"
+            text += f" {arrow} speculative {self.speculative_tokens_per_sec:,.0f} tokens/s"
         if self.speedup is not None:
             text += f" = {self.speedup:.2f}x"
         return text
@@ -125,7 +133,7 @@ def summarize(
 
     Args:
         metrics: What `nemo_rl.utils.logger.read_metrics` returns.
-        num_speculative_tokens: K; None = no draft.
+        num_speculative_tokens: K; None = no speculation.
         wall_seconds: Duration of the run.
 
     Returns:
@@ -137,12 +145,15 @@ def summarize(
     speedup = _final(metrics, "performance/spec_speedup")
     if speedup is None and plain and speculative:
         speedup = speculative / plain
+    engine, trainer = _last_acceptance(metrics)
     return RunSummary(
         num_steps=len(metrics.get("train/reward", metrics.get("train/loss", {}))),
         reward=_first_last(metrics, "train/reward"),
         validation_accuracy=_first_last(metrics, "validation/accuracy", last_steps=1),
         acceptance_length=_first_last(metrics, "vllm/spec_acceptance_length"),
         num_speculative_tokens=num_speculative_tokens,
+        engine_acceptance=engine,
+        trainer_acceptance=trainer,
         draft_loss=_first_last(metrics, "train/draft_loss"),
         refits_verified=sum(value == 1.0 for value in verified.values()) if verified else None,
         refits=len(metrics["refit/verified"]) if verified else None,
@@ -151,6 +162,35 @@ def summarize(
         speculative_tokens_per_sec=speculative,
         speedup=speedup,
         wall_seconds=wall_seconds,
+    )
+
+
+def step_rows(metrics: MetricTable) -> dict[int, dict[str, float]]:
+    """The metrics of each step by their full names, steps in order."""
+    rows: dict[int, dict[str, float]] = {}
+    for name, values in metrics.items():
+        for step, value in values.items():
+            rows.setdefault(step, {})[name] = value
+    return dict(sorted(rows.items()))
+
+
+def _last_acceptance(metrics: MetricTable) -> tuple[Acceptance | None, Acceptance | None]:
+    """Engine's and trainer's acceptance, each the mean over the last steps that both know, or that one of them does."""
+    sides = [(measured(row), trained(row)) for row in step_rows(metrics).values()]
+    known = [pair for pair in sides if all(side.is_known for side in pair)]
+    known = known or [pair for pair in sides if any(side.is_known for side in pair)]
+    last = known[-LAST_STEPS:]
+    engine, trainer = (_mean_acceptance([pair[i] for pair in last if pair[i].is_known]) for i in (0, 1))
+    return engine, trainer
+
+
+def _mean_acceptance(steps: list[Acceptance]) -> Acceptance | None:
+    if not steps:
+        return None
+    lengths = [step.length for step in steps if step.length is not None]
+    rates = zip(*(step.rates for step in steps), strict=False)
+    return Acceptance(
+        sum(lengths) / len(lengths) if lengths else None, tuple(sum(values) / len(values) for values in rates)
     )
 
 

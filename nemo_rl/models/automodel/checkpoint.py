@@ -90,7 +90,7 @@ def save(directory: Path, *, model: nn.Module, groups: list[OptimizerGroup], dra
         (target / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     if draft is not None:
         reshard(draft.module)
-        draft.export(str(directory / "draft"))
+        draft.export(str(directory / "draft"), model)
     barrier()
 
 

@@ -70,7 +70,7 @@ class OptimizerGroup:
         name: `policy` or `draft`.
         module: owner of the parameters.
         optimizer: over the trainable parameters of `module`.
-        scheduler: stepped once per training call; None = constant rates.
+        scheduler: None = constant rates. The policy's is stepped once per training call, the draft's once per update.
         max_grad_norm: clip of the group's own norm; None = no clip.
     """
 
@@ -84,6 +84,11 @@ class OptimizerGroup:
     def lr(self) -> float:
         """Learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def step_schedule(self) -> None:
+        """Move the learning rate on, if there is a schedule."""
+        if self.scheduler is not None:
+            self.scheduler.step()
 
 
 # -- mesh and model --------------------------------------------------------------------------------------------------
@@ -310,6 +315,7 @@ def build_optimizer_group(
     kwargs: Mapping[str, Any],
     schedule: Sequence[SchedulerEntry] | None,
     max_grad_norm: float | None,
+    warmup_steps: int = 0,
     params: Iterable[tuple[str, nn.Parameter]] | None = None,
 ) -> OptimizerGroup:
     """Create optimizer and schedule of one group. Must run before the module's first forward.
@@ -321,6 +327,7 @@ def build_optimizer_group(
         kwargs: its arguments. `weight_decay` applies to matrices; norms and biases get none.
         schedule: entries of `policy.scheduler` or `policy.draft.scheduler`.
         max_grad_norm: clip.
+        warmup_steps: steps of a linear warm-up in front of `schedule`.
         params: the trainable parameters by name; None = those of `module` that require a gradient.
 
     Raises:
@@ -338,23 +345,34 @@ def build_optimizer_group(
         built = cls([g for g in (matrices, vectors) if g["params"]], **options)
     except (TypeError, ValueError) as err:
         raise ConfigError(f"{key}.optimizer.kwargs: got {dict(kwargs)}; {optimizer} refuses them: {err}") from err
-    return OptimizerGroup(name, module, built, build_scheduler(built, schedule, key=key), max_grad_norm)
+    scheduler = build_scheduler(built, schedule, key=key, warmup_steps=warmup_steps)
+    return OptimizerGroup(name, module, built, scheduler, max_grad_norm)
 
 
-def build_scheduler(optimizer: Optimizer, entries: Sequence[SchedulerEntry] | None, *, key: str) -> LRScheduler | None:
+def build_scheduler(
+    optimizer: Optimizer, entries: Sequence[SchedulerEntry] | None, *, key: str, warmup_steps: int = 0
+) -> LRScheduler | None:
     """Create the schedules of a list and chain them at its milestones.
+
+    Args:
+        optimizer: whose learning rates they change.
+        entries: of `policy.scheduler` or `policy.draft.scheduler`.
+        key: section of the configuration, for messages.
+        warmup_steps: W steps in front of the list at 1/(W+1), 2/(W+1), ... of the rate; the list counts from there.
 
     Raises:
         ConfigError: a class does not exist or refuses its arguments.
     """
-    from torch.optim.lr_scheduler import SequentialLR
+    from torch.optim.lr_scheduler import LinearLR, SequentialLR
 
-    if not entries:
-        return None
-    schedulers, milestones = [], []
-    for i, entry in enumerate(entries):
+    schedulers: list[LRScheduler] = []
+    milestones: list[int] = []
+    if warmup_steps:
+        schedulers.append(LinearLR(optimizer, start_factor=1 / (warmup_steps + 1), total_iters=warmup_steps))
+        milestones = [warmup_steps] if entries else []
+    for i, entry in enumerate(entries or ()):
         if entry.name is None:
-            milestones = list(entry.milestones or ())
+            milestones += [warmup_steps + step for step in entry.milestones or ()]
             continue
         cls = resolve_class(entry.name, key=f"{key}.scheduler[{i}].name")
         try:
@@ -363,7 +381,9 @@ def build_scheduler(optimizer: Optimizer, entries: Sequence[SchedulerEntry] | No
             raise ConfigError(
                 f"{key}.scheduler[{i}].kwargs: got {dict(entry.kwargs)}; {entry.name} refuses them: {err}"
             ) from err
-    return schedulers[0] if len(schedulers) == 1 else SequentialLR(optimizer, schedulers, milestones=milestones)
+    if len(schedulers) <= 1:
+        return schedulers[0] if schedulers else None
+    return SequentialLR(optimizer, schedulers, milestones=milestones)
 
 
 # -- weights by their Hugging Face names -----------------------------------------------------------------------------

@@ -71,10 +71,15 @@ class _Sums:
 
 
 class DraftTraining(NamedTuple):
-    """A draft that is trained beside the policy, and its optimizer."""
+    """A draft that is trained beside the policy, its optimizer, and how often it is trained."""
 
     runtime: _DraftRuntimeBase
     group: OptimizerGroup
+    every: int
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run's step (from 0) trains the draft: the first does, then every n-th."""
+        return step % self.every == 0
 
 
 class PolicyTrainer:
@@ -164,7 +169,7 @@ class PolicyTrainer:
         """One optimizer step of the policy on this rank's shard of a global batch. Collective.
 
         The draft may take several in the meantime, one per `policy.draft.train_global_batch_size` samples, on the same
-        forward of the policy.
+        forward of the policy; or none, when it is not its step.
 
         Args:
             data: this rank's samples, keys of a training batch.
@@ -172,27 +177,31 @@ class PolicyTrainer:
             step: the run's step, the key of the draft's random draws.
         """
         clock = _Clock(self.parallel.device)
+        draft = self.draft if self.draft is not None and self.draft.is_due(step) else None
         valid = self._global_counts(data)
         self.model.train()
         self.policy_group.optimizer.zero_grad(set_to_none=True)
         policy_sums = _Sums(self.parallel.device)
         num_microbatches = 0
         draft_results: list[GroupResult] = []
-        for part in self._draft_batches(data):
+        for part in self._draft_batches(data, draft):
             draft_sums = _Sums(self.parallel.device)
-            num_microbatches += self._accumulate(part, loss_fn, valid, policy_sums, draft_sums, step=step, clock=clock)
-            if self.draft is not None:
+            num_microbatches += self._accumulate(
+                part, loss_fn, valid, policy_sums, draft, draft_sums, step=step, clock=clock
+            )
+            if draft is not None:
                 with clock("draft_s"):
                     # Its movement is the sign that the draft learns; the copy of a policy would be too large.
-                    draft_results.append(self._step_group(self.draft.group, draft_sums, is_measured=True))
+                    draft_results.append(self._step_group(draft.group, draft_sums, is_measured=True))
+                    draft.group.step_schedule()
         with clock("optimizer_s"):
             policy_result = self._step_group(self.policy_group, policy_sums, is_measured=False)
         toks, seqs = valid.tolist()
         return BatchResult(policy_result, tuple(draft_results), toks, seqs, num_microbatches, clock.seconds)
 
-    def _draft_batches(self, data: BatchedDataDict) -> list[BatchedDataDict]:
+    def _draft_batches(self, data: BatchedDataDict, draft: DraftTraining | None) -> list[BatchedDataDict]:
         """This rank's part of each global batch of the draft; the whole of `data` when there is only one."""
-        size = self.cfg.draft.train_global_batch_size if self.draft is not None else None
+        size = self.cfg.draft.train_global_batch_size if draft is not None else None
         part = data.size if size is None else size // self.parallel.dp_size
         return [data.slice(start, start + part) for start in range(0, data.size, part)]
 
@@ -202,6 +211,7 @@ class PolicyTrainer:
         loss_fn: LossFn,
         valid: Tensor,
         policy_sums: _Sums,
+        draft: DraftTraining | None,
         draft_sums: _Sums,
         *,
         step: int,
@@ -210,20 +220,20 @@ class PolicyTrainer:
         """Forward and backward of policy and draft over one global batch of the draft; returns the micro-batches."""
         spec = microbatch_spec(self.cfg, is_training=True)
         groups, num_steps = self._plan(data, spec)
-        draft = None if self.draft is None else self.draft.runtime
-        if self.draft is not None:
-            self.draft.group.optimizer.zero_grad(set_to_none=True)
+        runtime = None
         if draft is not None:
+            runtime = draft.runtime
+            draft.group.optimizer.zero_grad(set_to_none=True)
             with clock("draft_s"):
-                draft.begin_global_batch(data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model)
+                runtime.begin_global_batch(data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model)
         for mb in make_microbatches(data, groups, spec, num_steps=num_steps, device=self.parallel.device):
             with clock("policy_fwd_bwd_s"):
-                with draft.capture(self.model) if draft is not None else nullcontext():
+                with runtime.capture(self.model) if runtime is not None else nullcontext():
                     logits = self.forward(mb)
                 self._policy_backward(logits, mb, loss_fn, valid, policy_sums)
-            if draft is not None:
+            if runtime is not None:
                 with clock("draft_s"):
-                    self._draft_backward(draft, full_logits(logits), mb, draft_sums)
+                    self._draft_backward(runtime, full_logits(logits), mb, draft_sums)
             del logits
         return num_steps
 

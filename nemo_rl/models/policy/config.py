@@ -202,6 +202,11 @@ class PolicyConfig(ConfigModel):
         return self.draft.enabled
 
     @property
+    def draft_served(self) -> bool:
+        """Whether the engine proposes tokens with the draft of `draft`."""
+        return self.draft.enabled and self.draft.serve
+
+    @property
     def smallest_train_batch_size(self) -> int:
         """Samples of the smallest batch that an optimizer steps on: the draft's, where it has its own."""
         own = self.draft.train_global_batch_size if self.draft_enabled else None

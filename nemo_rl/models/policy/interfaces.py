@@ -40,8 +40,9 @@ class PolicyInterface(ABC):
 
         Returns:
             `loss`, `grad_norm`, `lr`, `global_valid_toks`, `global_valid_seqs` (floats), `metrics`
-            (name -> (num, den)), `draft` (None, or a dict of `loss`, `grad_norm`, `lr`, `scalars`, `metrics`),
-            `num_skipped_updates`, `num_optimizer_steps` (ints), `timing` (name -> seconds).
+            (name -> (num, den)), `draft` (None when no draft was trained in this step, or a dict of `loss`,
+            `grad_norm`, `lr`, `scalars`, `metrics`), `num_skipped_updates`, `num_optimizer_steps` (ints), `timing`
+            (name -> seconds).
         """
 
     @abstractmethod

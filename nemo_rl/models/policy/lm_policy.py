@@ -45,7 +45,7 @@ class Policy(PolicyInterface):
         Args:
             cluster: where the workers go.
             config: the run's configuration.
-            draft_spec: the draft to train beside the policy; None = none.
+            draft_spec: the draft beside the policy; None = none.
             draft_dir: checkpoint that the draft starts from; None = build it from the policy.
             init_reference_model: keep the initial weights for `get_reference_policy_logprobs`.
 
@@ -54,6 +54,7 @@ class Policy(PolicyInterface):
             WorkerError: a worker failed.
         """
         self._config = config
+        self._num_draft_tokens = None if draft_spec is None else draft_spec.num_speculative_tokens
         device = resolve_device(config.cluster.device)
         num_workers = config.num_policy_workers(device)
         self._sharding = policy_sharding(config, num_workers=num_workers)
@@ -126,7 +127,8 @@ class Policy(PolicyInterface):
         unit = self._config.policy.smallest_train_batch_size
         hands = deal_by_length(batch["input_lengths"], num_ranks=self._dp_size, batch_size=unit)
         shards = [batch.select_indices(hand) for hand in hands]
-        return fold_results(self._run_sharded("train", shards, loss_fn=loss_fn, step=step))
+        results = self._run_sharded("train", shards, loss_fn=loss_fn, step=step)
+        return fold_results(results, num_draft_tokens=self._num_draft_tokens)
 
     def refit_manifest(self) -> RefitManifest:
         """See `PolicyInterface.refit_manifest`."""

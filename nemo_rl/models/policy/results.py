@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.models.automodel.draft.metrics import expected_acceptance_length, expected_calibration_error
+
 MetricPairs = dict[str, tuple[float, float]]
 """Metric name to (numerator, denominator)."""
 
@@ -38,7 +40,7 @@ class BatchResult:
 
     Attributes:
         policy: the policy group.
-        draft: the draft group, one result per update of it; empty when no draft is trained.
+        draft: the draft group, one result per update of it; empty when no draft was trained.
         global_valid_toks: supervised tokens of the global batch.
         global_valid_seqs: kept samples of the global batch.
         num_microbatches: forward and backward passes, zero-weight ones included.
@@ -53,11 +55,12 @@ class BatchResult:
     timing: dict[str, float]
 
 
-def fold_results(ranks: Sequence[Sequence[BatchResult]]) -> dict[str, Any]:
+def fold_results(ranks: Sequence[Sequence[BatchResult]], *, num_draft_tokens: int | None = None) -> dict[str, Any]:
     """Fold the results of data-parallel ranks into what `PolicyInterface.train` returns.
 
     Args:
         ranks: per data-parallel rank, one result per optimizer step.
+        num_draft_tokens: K, the tokens that the draft proposes per step; None = there is no draft.
     """
     first = ranks[0]
     out = _fold_group([[step.policy for step in rank] for rank in ranks])
@@ -65,6 +68,7 @@ def fold_results(ranks: Sequence[Sequence[BatchResult]]) -> dict[str, Any]:
     draft = None
     if first[0].draft:
         draft = _fold_group([[update for step in rank for update in step.draft] for rank in ranks])
+        draft["scalars"] |= _draft_scalars(draft["metrics"], num_tokens=num_draft_tokens)
     return {
         **out,
         "draft": draft,
@@ -99,6 +103,16 @@ def _fold_group(ranks: Sequence[Sequence[GroupResult]]) -> dict[str, Any]:
         "metrics": {name: (num, den) for name, (num, den) in metrics.items()},
         "scalars": scalars,
     }
+
+
+def _draft_scalars(metrics: MetricPairs, *, num_tokens: int | None) -> dict[str, float]:
+    """Figures of the draft that are no single ratio, from the pairs of all ranks and updates."""
+    out: dict[str, float] = {}
+    # Of a draft that is not trained as deep as it proposes, the length would lack positions.
+    if f"prefix_greedy_{num_tokens}" in metrics:
+        out["expected_acceptance_length"] = expected_acceptance_length(metrics, max_tokens=num_tokens)
+    calibration = expected_calibration_error(metrics)
+    return out if calibration is None else out | {"confidence_calibration_error": calibration}
 
 
 def _finite(result: GroupResult) -> bool:

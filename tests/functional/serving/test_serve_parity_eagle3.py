@@ -25,10 +25,11 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.automodel.draft.capture import FeatureCapture
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
-from nemo_rl.models.automodel.draft.eagle3 import Eagle3Runtime, plan_rows
+from nemo_rl.models.automodel.draft.eagle3 import Eagle3Runtime
 from nemo_rl.models.automodel.draft.models.llama_eagle import UnrollInputs
 from nemo_rl.models.automodel.draft.registry import build_draft_runtime, resolve_spec
 from nemo_rl.models.automodel.draft.runtime import charged_depths
+from nemo_rl.models.automodel.draft.unroll import plan_rows
 from nemo_rl.models.generation.config import GenerationConfig, SamplingCheckConfig, VllmConfig
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorker
 from nemo_rl.weight_sync.checksum import dtype_name, tensor_checksum
@@ -115,7 +116,7 @@ class Engine:
 
     def __init__(self, policy_dir: Path, policy: torch.nn.Module, runtime: Eagle3Runtime, draft_dir: Path) -> None:
         self._policy = {name: p.detach().clone() for name, p in policy.named_parameters()}
-        runtime.export(str(draft_dir))
+        runtime.export(str(draft_dir), policy)
         config = GenerationConfig(
             max_new_tokens=NEW_TOKENS,
             vllm_cfg=VllmConfig(precision="float32", max_model_len=MAX_LEN, enforce_eager=True),
@@ -145,7 +146,7 @@ class Engine:
 
     def refit(self, runtime: Eagle3Runtime) -> None:
         """Publish the draft (and the unchanged policy) as a training step does."""
-        draft = {name.removeprefix(DRAFT_PREFIX): t for name, t in runtime.stream()}
+        draft = {name.removeprefix(DRAFT_PREFIX): t for name, t in runtime.stream(policy)}
         wire = {**self._policy, **{DRAFT_PREFIX + name: t for name, t in draft.items()}}
         describe = lambda ts: {n: TensorInfo(tuple(t.shape), dtype_name(t.dtype)) for n, t in ts.items()}  # noqa: E731
         self.version += 1

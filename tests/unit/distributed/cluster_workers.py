@@ -93,11 +93,6 @@ class GlooWorker:
             "sum": collectives.all_reduce_sum(value).tolist(),
             "max": collectives.all_reduce_max(value).tolist(),
             "kept": value.tolist(),
-            "any": [collectives.any_rank(self.rank == 1), collectives.any_rank(False)],
-            "objects": collectives.all_gather_object({"rank": self.rank}),
-            "from_last": collectives.broadcast_object(f"from {self.rank}", group_src=self.world_size - 1),
-            "pairs": collectives.sum_metric_pairs({"loss": (self.rank + 1.0, 2.0), f"only{self.rank}": (1.0, 1.0)}),
-            "size": (collectives.get_rank(), collectives.get_world_size()),
         }
 
     def barrier_unless(self, dying_rank: int) -> None:

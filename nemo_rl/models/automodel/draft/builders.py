@@ -8,16 +8,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.automodel.draft.adapters import check_tensor_shapes, normalize_names
-from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
-from nemo_rl.models.automodel.draft.capture import full_tensor, head_weight
+from nemo_rl.models.automodel.draft.adapters.names import check_tensor_shapes, normalize_names
+from nemo_rl.models.automodel.draft.architecture import EMBEDDING, HEAD, DraftArchitecture
+from nemo_rl.models.automodel.draft.capture import embedding_weight, find_final_norm, full_tensor, head_weight
+from nemo_rl.models.automodel.draft.models.layers import DraftModule
 from nemo_rl.models.automodel.draft.spec import DraftSpec, read_vocabulary
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
 from nemo_rl.models.automodel.draft.weight_files import WeightFiles, find_weight_files
@@ -30,10 +31,12 @@ class PolicyWeights(NamedTuple):
 
     Attributes:
         head: float [V, H].
+        embedding: float [V, H], or None when it was not asked for.
         final_norm: float [H], or None when the policy's final norm was not found.
     """
 
     head: Tensor
+    embedding: Tensor | None
     final_norm: Tensor | None
 
 
@@ -43,7 +46,7 @@ class BuiltDraft(NamedTuple):
     Attributes:
         module: fp32, on the CPU.
         vocab: which ids it proposes; None = all.
-        embedding: float [V, H] of a draft that owns one; None = the policy's is used.
+        embedding: float [V, H] of a draft that owns one which it does not train; None = the policy's is used.
     """
 
     module: nn.Module
@@ -51,23 +54,29 @@ class BuiltDraft(NamedTuple):
     embedding: Tensor | None
 
 
-def policy_weights(policy_model: nn.Module) -> PolicyWeights:
-    """Gather head and final norm of the policy. Collective when they are sharded.
+def policy_weights(policy_model: nn.Module, *, with_embedding: bool) -> PolicyWeights:
+    """Gather head, final norm and embedding of the policy. Collective when they are sharded.
 
     Args:
         policy_model: the policy; a tied head is its embedding.
+        with_embedding: whether the draft starts from the embedding.
     """
-    norm = getattr(getattr(policy_model, "model", policy_model), "norm", None)
-    norm_weight = getattr(norm, "weight", None)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return full_tensor(tensor).cpu()
+
+    norm = getattr(find_final_norm(policy_model), "weight", None)
     return PolicyWeights(
-        full_tensor(head_weight(policy_model)).cpu(), None if norm_weight is None else full_tensor(norm_weight).cpu()
+        whole(head_weight(policy_model)),
+        whole(embedding_weight(policy_model)) if with_embedding else None,
+        None if norm is None else whole(norm),
     )
 
 
 def build_draft(
     spec: DraftSpec,
     *,
-    module_class: Callable[[DraftArchitecture], nn.Module],
+    module_class: Callable[[Any], DraftModule],
     weights: PolicyWeights,
     draft_dir: str | None,
     trust_pickle: bool,
@@ -89,41 +98,72 @@ def build_draft(
     module = module.to_empty(device="cpu")
     for parameter in module.parameters():
         nn.init.constant_(parameter, float("nan"))
+    embedding = None
     if draft_dir is None:
         vocab = None if spec.vocab_ids is None else VocabMap(spec.vocab_ids, arch.vocab_size)
-        tensors = _new_tensors(module, spec, weights, vocab, seed)
-        embedding = None
+        tensors = _new_tensors(module, spec, weights, seed)
     else:
         tensors = load_tensors(Path(draft_dir), arch, trust_pickle=trust_pickle)
         vocab = _stored_vocab(tensors, arch, draft_dir)
-        own = tensors.pop("embed_tokens.weight", None)
-        embedding = own if arch.owns_embedding else None
-    head = _head_rows(weights, vocab, arch)
-    if "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = head.clone()
-    if not arch.has_vocab_map:
-        tensors["lm_head.weight"] = _distinct_from(tensors["lm_head.weight"].float(), head, spec.dtype)
+        parameters = {name for name, _ in module.named_parameters()}
+        spare = {name: tensors.pop(name) for name in (EMBEDDING, HEAD) if name in tensors and name not in parameters}
+        embedding = spare.get(EMBEDDING) if arch.owns_embedding else None
+    _take_over(module, tensors, weights, vocab, arch, dtype=spec.dtype)
     _assign(module, tensors, draft_dir)
     return BuiltDraft(module, vocab, embedding)
+
+
+def _take_over(
+    module: nn.Module,
+    tensors: dict[str, Tensor],
+    weights: PolicyWeights,
+    vocab: VocabMap | None,
+    arch: DraftArchitecture,
+    *,
+    dtype: str,
+) -> None:
+    """Complete the tensors by the policy's head and embedding, where the draft trains its own and has none yet."""
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    if HEAD in shapes:
+        head = _head_rows(weights, vocab, arch)
+        tensors.setdefault(HEAD, head)
+        if not arch.has_vocab_map:
+            tensors[HEAD] = _distinct_from(tensors[HEAD].float(), head, dtype)
+    if EMBEDDING in shapes:
+        assert weights.embedding is not None, "a draft that trains an embedding starts from the policy's"
+        embedding = weights.embedding[: arch.vocab_size].float()
+        tensors[EMBEDDING] = _distinct_from(tensors.get(EMBEDDING, embedding).float(), embedding, dtype)
 
 
 # -- new -------------------------------------------------------------------------------------------------------------
 
 
-def _new_tensors(
-    module: nn.Module, spec: DraftSpec, weights: PolicyWeights, vocab: VocabMap | None, seed: int
-) -> dict[str, Tensor]:
-    """Matrices drawn per name (so that no draw depends on another), norms one, final norm and head from the policy."""
-    tensors = {}
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 1:
-            tensors[name] = torch.ones(parameter.shape)
-            continue
+def _new_tensors(module: DraftModule, spec: DraftSpec, weights: PolicyWeights, seed: int) -> dict[str, Tensor]:
+    """Tensors of a new draft but for what it takes over from the policy.
+
+    Matrices are drawn by name, so that no draw depends on another; norms are one, biases zero, the final norm is the
+    policy's.
+    """
+
+    def draw(name: str, shape: torch.Size, std: float) -> Tensor:
         digest = hashlib.sha256(f"{seed}/draft-init/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        tensors[name] = torch.empty(parameter.shape).normal_(std=spec.initializer_range, generator=generator)
-    tensors["lm_head.weight"] = _head_rows(weights, vocab, spec.architecture).clone()
-    if weights.final_norm is not None and weights.final_norm.shape == tensors["norm.weight"].shape:
+        return torch.empty(shape).normal_(std=std, generator=generator)
+
+    stds = module.initial_std()
+    tensors = {}
+    for name, parameter in module.named_parameters():
+        if name in (EMBEDDING, HEAD):
+            continue
+        std = stds.get(name, spec.initializer_range)
+        if name.endswith(".bias"):
+            tensors[name] = torch.zeros(parameter.shape)
+        elif parameter.ndim == 1:
+            tensors[name] = torch.ones(parameter.shape)
+        else:
+            tensors[name] = draw(name, parameter.shape, std) if std else torch.zeros(parameter.shape)
+    norm = tensors.get("norm.weight")
+    if norm is not None and weights.final_norm is not None and weights.final_norm.shape == norm.shape:
         tensors["norm.weight"] = weights.final_norm.float().clone()
     return tensors
 
@@ -131,18 +171,18 @@ def _new_tensors(
 def _head_rows(weights: PolicyWeights, vocab: VocabMap | None, arch: DraftArchitecture) -> Tensor:
     """fp32 [D, H_t]: the policy's head rows of the draft's ids; rows that pad the vocabulary are left out."""
     head = weights.head[: arch.vocab_size]
-    return (head if vocab is None else head[list(vocab.ids)]).float()
+    return (head if vocab is None else head[list(vocab.ids)]).float().clone()
 
 
 def _distinct_from(head: Tensor, policy_head: Tensor, dtype: str) -> Tensor:
-    """Make sure that the draft's head is not bit-equal to the policy's.
+    """Make sure that the draft's head or embedding is not bit-equal to the policy's.
 
-    The engine lets a draft share the policy's head when both are equal at load; training the shared one would then
+    The engine lets a draft share the policy's module when both are equal at load; training the shared one would then
     overwrite the policy's. The smallest step of the serving dtype in one element keeps them apart.
 
     Args:
-        head: fp32 [D, H].
-        policy_head: fp32 [D, H_t].
+        head: fp32 [D, H] of the draft.
+        policy_head: fp32 [D, H_t] of the policy.
         dtype: of the engine.
     """
     serving = getattr(torch, dtype)

@@ -18,8 +18,17 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["FeatureCapture", "embedding_weight", "find_decoder_layers", "full_tensor", "head_weight"]
+__all__ = [
+    "FeatureCapture",
+    "embedding_weight",
+    "find_decoder_layers",
+    "find_final_norm",
+    "full_tensor",
+    "head_weight",
+]
 
+_FINAL = -1
+"""Key of the state behind the final norm."""
 _LAYER_PATHS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
 
 
@@ -63,17 +72,34 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
     )
 
 
+def find_final_norm(model: nn.Module) -> nn.Module | None:
+    """The norm between the policy's last layer and its head; None when it is not where transformers puts it.
+
+    Args:
+        model: the policy.
+    """
+    for path in _LAYER_PATHS:
+        owner: Any = model
+        for name in path.split(".")[:-1]:
+            owner = getattr(owner, name, None)
+        norm = getattr(owner, "norm", None)
+        if isinstance(norm, nn.Module):
+            return norm
+    return None
+
+
 class FeatureCapture:
     """Captures the configured hidden states of one forward at a time."""
 
-    def __init__(self, feature_ids: Sequence[int], *, num_layers: int) -> None:
+    def __init__(self, feature_ids: Sequence[int], *, num_layers: int, with_final_state: bool = False) -> None:
         """Store what to capture.
 
         Args:
             feature_ids: canonical ids, ascending.
             num_layers: decoder layers of the policy.
+            with_final_state: also the state behind the final norm, as the last one.
         """
-        self._ids = tuple(feature_ids)
+        self._ids = (*feature_ids, _FINAL) if with_final_state else tuple(feature_ids)
         self._num_layers = num_layers
         self._captured: dict[int, Tensor] = {}
 
@@ -84,7 +110,15 @@ class FeatureCapture:
         layers = find_decoder_layers(model, self._num_layers)
         handles = []
         for l in self._ids:  # noqa: E741 - the symbol of the specification
-            if l == 0:
+            if l == _FINAL:
+                norm = find_final_norm(model)
+                if norm is None:
+                    raise RuntimeError(
+                        f"{type(model).__name__}: found no final norm beside its decoder layers; the final state that "
+                        "the draft reads cannot be captured from this policy."
+                    )
+                handles.append(norm.register_forward_hook(self._on_output(_FINAL)))
+            elif l == 0:
                 handles.append(layers[0].register_forward_pre_hook(self._on_input, with_kwargs=True))
             else:
                 handles.append(layers[l - 1].register_forward_hook(self._on_output(l)))
@@ -107,7 +141,7 @@ class FeatureCapture:
         self._captured[feature_id] = hidden.detach()
 
     def take(self, shape: torch.Size | tuple[int, int]) -> list[Tensor]:
-        """Hand over the captured states, in ascending order of their ids, and forget them.
+        """Hand over the captured states, in ascending order of their ids, the final one last, and forget them.
 
         Args:
             shape: rows and row length [R, S] of the micro-batch that was run.

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.automodel.draft.adapters import write_native_config
 from nemo_rl.models.automodel.draft.builders import load_tensors
 from nemo_rl.models.automodel.draft.spec import DraftSpec
 from nemo_rl.models.automodel.draft.vocab import VocabMap
@@ -44,7 +43,8 @@ def save_draft(
     directory: Path,
     spec: DraftSpec,
     *,
-    trained: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    published: Mapping[str, Tensor],
     vocab: VocabMap | None,
     embedding: Tensor | None,
 ) -> None:
@@ -53,18 +53,18 @@ def save_draft(
     Args:
         directory: created if absent.
         spec: of the draft.
-        trained: name to whole tensor of the serving dtype.
+        config: its config.json.
+        published: name to whole tensor of its serving dtype.
         vocab: which ids it proposes; None = all.
-        embedding: float [V, H] of a draft that owns one.
+        embedding: float [V, H] of a draft that owns one which it does not train.
     """
-    tensors = dict(trained)
+    tensors = dict(published)
     if vocab is not None:
         tensors["d2t"] = torch.tensor(vocab.d2t, dtype=torch.int64)
         tensors["t2d"] = torch.tensor(vocab.t2d, dtype=torch.bool)
     if embedding is not None:
         tensors["embed_tokens.weight"] = embedding.to(getattr(torch, spec.dtype))
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    config = write_native_config(spec.architecture, dtype=spec.dtype, algo=spec.algo)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         partial = directory / "model.safetensors.partial"
@@ -129,7 +129,7 @@ def _short(value: Any) -> str:
 
 
 def load_weights(directory: Path, spec: DraftSpec, vocab: VocabMap | None) -> dict[str, Tensor]:
-    """Check the metadata of a directory and read its trained tensors.
+    """Check the metadata of a directory and read its parameters.
 
     Args:
         directory: as `save_draft` wrote it.
@@ -138,4 +138,4 @@ def load_weights(directory: Path, spec: DraftSpec, vocab: VocabMap | None) -> di
     """
     check_meta(directory, spec, vocab)
     tensors = load_tensors(directory, spec.architecture, trust_pickle=False)
-    return {name: tensors[name] for name in spec.trained_names}
+    return {name: tensors[name] for name in spec.architecture.trained_shapes()}

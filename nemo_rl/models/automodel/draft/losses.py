@@ -9,7 +9,7 @@ Per element, with p the policy's distribution over V, p~ the same renormalised o
     KL = l - entropy(p~)         metric; same gradient
 
 Logits exist for one chunk at a time. The gradients of head and hidden state are formed in the forward pass, while the
-chunk's logits are at hand, so the backward pass neither keeps nor recomputes them.
+chunk's logits are at hand, so the backward pass neither keeps nor recomputes them. A frozen head gets no gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["STATS", "DistillationOutput", "LossChunks", "soft_distillation"]
+__all__ = [
+    "STATS",
+    "DistillationOutput",
+    "Elements",
+    "LossChunks",
+    "TeacherRows",
+    "draft_id_mask",
+    "read_elements",
+    "read_teacher",
+    "soft_distillation",
+]
 
 STATS = ("cross_entropy", "kl", "top1", "hit", "greedy", "overlap", "coverage", "argmax_in_vocab")
 """Columns of `DistillationOutput.stats`."""
@@ -100,7 +110,7 @@ def soft_distillation(
 
     Args:
         hidden: float [E, H], normed states that the head reads; ordered like `chunks`.
-        head: float [D, H].
+        head: float [D, H]; frozen when it needs no gradient.
         teacher_logits: float [M, V], raw (temperature 1, unfiltered); not differentiated. Rows that no element uses may
             hold anything.
         weights: fp32 [E], factor of each element (depth weight over the global count).
@@ -110,7 +120,7 @@ def soft_distillation(
         drop_out_of_vocab: no loss where the policy's most likely token is no draft id.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
-    options = _Options(chunks, vocab_ids, drop_out_of_vocab, needs_grad)
+    options = _Options(chunks, vocab_ids, drop_out_of_vocab, needs_grad, needs_grad and head.requires_grad)
     return DistillationOutput(*_SoftDistillation.apply(hidden, head, teacher_logits.detach(), weights, labels, options))
 
 
@@ -119,6 +129,7 @@ class _Options(NamedTuple):
     vocab_ids: Tensor | None
     drop_out_of_vocab: bool
     needs_grad: bool
+    needs_head_grad: bool
 
 
 class _SoftDistillation(torch.autograd.Function):
@@ -131,19 +142,18 @@ class _SoftDistillation(torch.autograd.Function):
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
         grads = None
         if options.needs_grad:
-            grads = (torch.empty_like(hidden), torch.zeros(head.shape, dtype=dtype, device=head.device))
-        is_draft_id = None
-        if options.vocab_ids is not None:
-            is_draft_id = torch.zeros(teacher.shape[1], dtype=torch.bool, device=teacher.device)
-            is_draft_id[options.vocab_ids] = True
+            # Of a frozen head not even the buffer exists: it would be the largest tensor here.
+            size = head.shape if options.needs_head_grad else (0,)
+            grads = (torch.empty_like(hidden), torch.zeros(size, dtype=dtype, device=head.device))
+        is_draft_id = draft_id_mask(options.vocab_ids, teacher)
         for begin, stop, first, last in options.chunks.bounds:
-            rows = _teacher_rows(
+            rows = read_teacher(
                 teacher[options.chunks.teacher_rows[first:last]].to(dtype), options.vocab_ids, is_draft_id
             )
             h = hidden[begin:stop]
             logits = torch.matmul(h, head.mT).to(dtype)
             local, weight = options.chunks.local_row[begin:stop], weights[begin:stop].to(dtype)
-            probs, terms = _elements(logits, rows, local, labels[begin:stop], options.vocab_ids)
+            probs, _, terms = read_elements(logits, rows, local, labels[begin:stop], options.vocab_ids)
             if options.drop_out_of_vocab:
                 weight = weight * terms[:, STATS.index("argmax_in_vocab")]
             loss += (weight * terms[:, 0]).sum()
@@ -152,10 +162,12 @@ class _SoftDistillation(torch.autograd.Function):
                 d_hidden, d_head = grads
                 d_logits = probs.sub_(rows.probs[local]).mul_(weight[:, None]).to(hidden.dtype)
                 d_hidden[begin:stop] = torch.matmul(d_logits, head)
-                d_head += torch.matmul(d_logits.mT, h)
+                if options.needs_head_grad:
+                    d_head += torch.matmul(d_logits.mT, h)
         if grads is not None:
             ctx.save_for_backward(*grads)
         ctx.head_dtype = head.dtype
+        ctx.needs_head_grad = options.needs_head_grad
         ctx.mark_non_differentiable(stats)
         return loss, stats
 
@@ -163,11 +175,20 @@ class _SoftDistillation(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad, _ = grad_outputs
         d_hidden, d_head = ctx.saved_tensors
-        return (d_hidden * grad.to(d_hidden.dtype), (d_head * grad).to(ctx.head_dtype), None, None, None, None)
+        head_grad = (d_head * grad).to(ctx.head_dtype) if ctx.needs_head_grad else None
+        return d_hidden * grad.to(d_hidden.dtype), head_grad, None, None, None, None
 
 
-class _TeacherRows(NamedTuple):
-    """p~ [u, D]; its entropy, mass of the draft ids, most likely target id and whether that is a draft id, each [u]."""
+class TeacherRows(NamedTuple):
+    """What the losses read of teacher rows.
+
+    Attributes:
+        probs: [u, D], p~.
+        entropy: [u], of p~.
+        coverage: [u], the policy's mass on the draft's ids.
+        top: int64 [u], most likely target id.
+        is_in_vocab: [u], 1 = that one is a draft id.
+    """
 
     probs: Tensor
     entropy: Tensor
@@ -176,8 +197,42 @@ class _TeacherRows(NamedTuple):
     is_in_vocab: Tensor
 
 
-def _teacher_rows(z: Tensor, vocab_ids: Tensor | None, is_draft_id: Tensor | None) -> _TeacherRows:
-    """Read teacher logits [u, V]; columns are picked by id: a mask would reorder a map that is not ascending."""
+class Elements(NamedTuple):
+    """What the losses read of a chunk of elements.
+
+    Attributes:
+        probs: [c, D], q; a buffer that the caller may overwrite.
+        log_total: [c], log of the sum of the exponentiated logits.
+        stats: [c, len(STATS)].
+    """
+
+    probs: Tensor
+    log_total: Tensor
+    stats: Tensor
+
+
+def draft_id_mask(vocab_ids: Tensor | None, teacher: Tensor) -> Tensor | None:
+    """Which target ids the draft can propose, bool [V]; None when it can propose all.
+
+    Args:
+        vocab_ids: int64 [D], target id of each draft id; None = draft ids are target ids.
+        teacher: [M, V], for its width and device.
+    """
+    if vocab_ids is None:
+        return None
+    is_draft_id = torch.zeros(teacher.shape[1], dtype=torch.bool, device=teacher.device)
+    is_draft_id[vocab_ids] = True
+    return is_draft_id
+
+
+def read_teacher(z: Tensor, vocab_ids: Tensor | None, is_draft_id: Tensor | None) -> TeacherRows:
+    """Read teacher rows; columns are picked by id: a mask would reorder a map that is not ascending.
+
+    Args:
+        z: [u, V], raw logits in fp32 or wider.
+        vocab_ids: int64 [D] or None.
+        is_draft_id: of `draft_id_mask`.
+    """
     top = z.argmax(-1)
     log_total = z.logsumexp(-1)
     if vocab_ids is None:
@@ -189,13 +244,21 @@ def _teacher_rows(z: Tensor, vocab_ids: Tensor | None, is_draft_id: Tensor | Non
         probs = (z - log_kept[:, None]).exp_()
         coverage = (log_kept - log_total).exp()
     in_vocab = torch.ones_like(coverage) if is_draft_id is None else is_draft_id[top].to(coverage.dtype)
-    return _TeacherRows(probs, -torch.xlogy(probs, probs).sum(-1), coverage, top, in_vocab)
+    return TeacherRows(probs, -torch.xlogy(probs, probs).sum(-1), coverage, top, in_vocab)
 
 
-def _elements(
-    logits: Tensor, rows: _TeacherRows, local: Tensor, labels: Tensor, vocab_ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Draft probabilities [c, D] (a buffer that the caller may overwrite) and the stats [c, len(STATS)]."""
+def read_elements(
+    logits: Tensor, rows: TeacherRows, local: Tensor, labels: Tensor, vocab_ids: Tensor | None
+) -> Elements:
+    """Draft probabilities and stats of a chunk.
+
+    Args:
+        logits: [c, D] of the draft, fp32 or wider; overwritten.
+        rows: teacher rows of the chunk.
+        local: int64 [c], row of each element.
+        labels: int64 [c], sampled target id, -1 = none.
+        vocab_ids: int64 [D] or None.
+    """
     teacher = rows.probs[local]
     choice = logits.argmax(-1)
     log_total = logits.logsumexp(-1)
@@ -217,4 +280,4 @@ def _elements(
         coverage,
         rows.is_in_vocab[local],
     )
-    return probs, torch.stack(terms, dim=-1)
+    return Elements(probs, log_total, torch.stack(terms, dim=-1))

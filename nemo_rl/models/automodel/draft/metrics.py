@@ -17,6 +17,19 @@
     coverage                  the policy's mass on the draft's ids
     argmax_in_vocab           the policy's most likely token is a draft id
     documents_without_chain   documents with nothing to learn from
+
+Of drafts with several terms, each weighed as in the loss: loss_{term}. Of drafts with a confidence head, c its value in
+[0, 1], a what it should be:
+
+    conf_abs_err_{j}          |c - a|
+    conf_bias_{j}             c - a
+    conf_brier_{j}            (c - a) squared
+    conf_prefix_bias_{j}      product of c over ordinals 1..j minus that of a, per chain that is supervised so far
+    conf_bin_{i}              c of the elements whose c lies in the i-th tenth, over their number
+    conf_bin_target_{i}       a of the same elements, over their number
+
+Of drafts that correct the logits of a plain block draft: base_{name} is {name} before the correction, lambda_base the
+share of the loss on it.
 """
 
 from __future__ import annotations
@@ -25,7 +38,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["ReplayCounts", "expected_acceptance_length", "replay_drafting"]
+__all__ = [
+    "NUM_CONFIDENCE_BINS",
+    "ReplayCounts",
+    "expected_acceptance_length",
+    "expected_calibration_error",
+    "replay_drafting",
+]
 
 Variant = Literal["greedy", "overlap", "hit"]
 
@@ -105,3 +124,30 @@ def replay_drafting(rows: Iterable[Sequence[int]]) -> ReplayCounts:
             upcoming = place + count + 1
         previous = place
     return ReplayCounts(tuple(accepted))
+
+
+# -- confidence ------------------------------------------------------------------------------------------------------
+
+NUM_CONFIDENCE_BINS = 10
+"""Bins of the `conf_bin` metrics, of equal width."""
+
+
+def expected_calibration_error(metrics: Mapping[str, tuple[Any, Any]]) -> float | None:
+    """How far a confidence head is off on average: sum over bins of its share times |mean c - mean a|.
+
+    Worked example, two bins in use, 3 elements with c = 0.2, 0.2, 0.3 and a = 0, 0, 1, 1 element with c = a = 0.9:
+    `3 / 4 * |0.7 / 3 - 1 / 3| + 1 / 4 * 0 = 0.075`.
+
+    Args:
+        metrics: pairs summed over micro-batches and ranks.
+
+    Returns:
+        None when there is no confidence head, or nothing was measured.
+    """
+    total = gap = 0.0
+    for i in range(NUM_CONFIDENCE_BINS):
+        if f"conf_bin_{i}" in metrics:
+            (predicted, count), (target, _) = metrics[f"conf_bin_{i}"], metrics[f"conf_bin_target_{i}"]
+            gap += abs(float(predicted) - float(target))
+            total += float(count)
+    return gap / total if total else None

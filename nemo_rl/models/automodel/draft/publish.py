@@ -6,14 +6,14 @@ not guessed from names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nemo_rl.errors import RefitError
-from nemo_rl.models.automodel.draft.architecture import trained_tensor_shapes
+from nemo_rl.models.automodel.draft.architecture import EMBEDDING, HEAD
 from nemo_rl.models.automodel.draft.capture import full_tensor
 from nemo_rl.models.automodel.draft.spec import DraftSpec
 from nemo_rl.weight_sync.interfaces import TensorInfo
@@ -46,39 +46,47 @@ def check_contract(module: nn.Module, spec: DraftSpec, contract: PublishContract
         contract: of its algorithm.
     """
     trained = {clean_name(n) for n, p in module.named_parameters() if p.requires_grad}
-    published = set(trained_tensor_shapes(spec.architecture))
+    live = {HEAD} if spec.architecture.has_live_head else set()
+    published = set(spec.architecture.published_shapes()) - set(spec.frozen) - live
     if trained != published:
         raise RefitError(f"trained and published tensors differ in {sorted(trained ^ published)}.")
-    for name, declared in (
-        ("lm_head.weight", contract.trains_lm_head),
-        ("embed_tokens.weight", contract.trains_embeddings),
-    ):
-        if (name in trained) is not declared:
+    for name, declared in ((HEAD, contract.trains_lm_head), (EMBEDDING, contract.trains_embeddings)):
+        if (name in trained or name in spec.frozen) is not declared:
             raise RefitError(f"{name}: the contract says trained = {declared}, the module says {name in trained}.")
 
 
 def manifest(spec: DraftSpec) -> dict[str, TensorInfo]:
-    """Name (no prefix) to shape and serving dtype of what each refit sends."""
-    shapes = trained_tensor_shapes(spec.architecture)
-    return {name: TensorInfo(shape, spec.dtype) for name, shape in shapes.items()}
+    """Name (no prefix) to shape and serving dtype of everything that a refit may send."""
+    wide = spec.architecture.wide_names()
+    return {
+        name: TensorInfo(shape, "float32" if name in wide else spec.dtype)
+        for name, shape in spec.architecture.published_shapes().items()
+    }
 
 
-def published_tensors(module: nn.Module, spec: DraftSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name without prefix, tensor) in the manifest's order, gathered one at a time.
+def published_tensors(
+    module: nn.Module, spec: DraftSpec, names: Iterable[str], *, live_head: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name without prefix, tensor) in the order of `names`, gathered one at a time.
 
     Collective when the module is sharded: every rank must exhaust it.
 
     Args:
         module: the draft.
         spec: of the draft.
+        names: which tensors, a part of the manifest.
+        live_head: float [D, H], the policy's head rows of a draft that carries them.
 
     Returns:
-        Whole, contiguous tensors of the serving dtype that share no memory with the parameters.
+        Whole, contiguous tensors of their serving dtype that share no memory with the parameters.
     """
-    parameters: Mapping[str, Tensor] = {clean_name(n): p for n, p in module.named_parameters()}
-    serving = getattr(torch, spec.dtype)
-    for name, info in manifest(spec).items():
-        tensor = full_tensor(parameters[name]).to(serving, copy=True).contiguous()
+    parameters: dict[str, Tensor] = {clean_name(n): p for n, p in module.named_parameters()}
+    if live_head is not None:
+        parameters[HEAD] = live_head
+    infos = manifest(spec)
+    for name in names:
+        info = infos[name]
+        tensor = full_tensor(parameters[name]).to(getattr(torch, info.dtype), copy=True).contiguous()
         if tuple(tensor.shape) != info.shape:
             raise RefitError(f"draft.{name}: has shape {tuple(tensor.shape)}, the manifest says {info.shape}.")
         if not bool(tensor.isfinite().all()):

@@ -1,7 +1,7 @@
-"""Draft algorithm -> configuration, resolver and runtime: the only dispatch in the program.
+"""Draft algorithm -> configuration, adapter and runtime: the only dispatch in the program.
 
-To add an algorithm: its config class, its resolver (or the one here), its runtime file, one line of the table. Modules
-are named as text because the driver reads this table without torch.
+To add an algorithm: its config class, its adapter, its module, its runtime file, one line of the table. Modules are
+named as text because the driver reads this table without torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.models.automodel.draft.config import DraftConfig, DraftConfigBase, Eagle3DraftConfig
-from nemo_rl.models.automodel.draft.spec import DraftSpec
+from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
+from nemo_rl.models.automodel.draft.config import (
+    DFlashDraftConfig,
+    DominoDraftConfig,
+    DraftConfig,
+    DraftConfigBase,
+    DSparkDraftConfig,
+    Eagle1DraftConfig,
+    Eagle3DraftConfig,
+    PEagleDraftConfig,
+)
+from nemo_rl.models.automodel.draft.spec import DraftSpec, resolve_draft_spec
 from nemo_rl.models.automodel.draft.weight_files import find_weight_files, read_json
 
 if TYPE_CHECKING:
@@ -24,7 +34,7 @@ if TYPE_CHECKING:
 
     from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase
 
-__all__ = ["DRAFT_ALGORITHMS", "DraftAlgorithm", "build_draft_runtime", "resolve_spec"]
+__all__ = ["ALIASES", "DRAFT_ALGORITHMS", "DraftAlgorithm", "adapter_of", "build_draft_runtime", "resolve_spec"]
 
 
 @dataclass(frozen=True)
@@ -33,12 +43,12 @@ class DraftAlgorithm:
 
     Attributes:
         config: the schema class of `policy.draft`.
-        resolver: `module:function` with the signature of `spec.resolve_draft_spec`; torch-free.
+        adapter: `module:class`, a `DraftAdapter`; torch-free.
         runtime: `module:class`, a `_DraftRuntimeBase`.
     """
 
     config: type[DraftConfigBase]
-    resolver: str
+    adapter: str
     runtime: str
 
 
@@ -46,14 +56,33 @@ _PACKAGE = "nemo_rl.models.automodel.draft"
 
 DRAFT_ALGORITHMS: Mapping[str, DraftAlgorithm] = MappingProxyType(
     {
+        "eagle1": DraftAlgorithm(
+            Eagle1DraftConfig, f"{_PACKAGE}.adapters.eagle1:Eagle1Adapter", f"{_PACKAGE}.eagle1:Eagle1Runtime"
+        ),
         "eagle3": DraftAlgorithm(
-            Eagle3DraftConfig, f"{_PACKAGE}.spec:resolve_draft_spec", f"{_PACKAGE}.eagle3:Eagle3Runtime"
+            Eagle3DraftConfig, f"{_PACKAGE}.adapters.eagle3:Eagle3Adapter", f"{_PACKAGE}.eagle3:Eagle3Runtime"
+        ),
+        "peagle": DraftAlgorithm(
+            PEagleDraftConfig, f"{_PACKAGE}.adapters.peagle:PEagleAdapter", f"{_PACKAGE}.peagle:PEagleRuntime"
+        ),
+        "dflash": DraftAlgorithm(
+            DFlashDraftConfig, f"{_PACKAGE}.adapters.dflash:DFlashAdapter", f"{_PACKAGE}.dflash:DFlashRuntime"
+        ),
+        "dspark": DraftAlgorithm(
+            DSparkDraftConfig, f"{_PACKAGE}.adapters.dspark:DSparkAdapter", f"{_PACKAGE}.dspark:DSparkRuntime"
+        ),
+        "domino": DraftAlgorithm(
+            DominoDraftConfig, f"{_PACKAGE}.adapters.domino:DominoAdapter", f"{_PACKAGE}.domino:DominoRuntime"
         ),
     }
 )
 
+ALIASES: Mapping[str, str] = MappingProxyType({"eagle2": "eagle1"})
+"""Names of algorithms that differ from another only in how an engine proposes: trained and served as that one."""
+
 
 def _entry(algo: str) -> DraftAlgorithm:
+    algo = ALIASES.get(algo, algo)
     if algo not in DRAFT_ALGORITHMS:
         raise ConfigError(f"policy.draft.algo: got {algo!r}; must be one of {sorted(DRAFT_ALGORITHMS)}.")
     return DRAFT_ALGORITHMS[algo]
@@ -64,11 +93,20 @@ def _load(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def adapter_of(algo: str) -> DraftAdapter[Any, Any]:
+    """The torch-free half of an algorithm.
+
+    Args:
+        algo: name of the algorithm.
+    """
+    return _load(_entry(algo).adapter)()
+
+
 def resolve_spec(
     cfg: DraftConfig,
     *,
     policy_config: Mapping[str, Any],
-    k: int,
+    k: int | None,
     max_model_len: int,
     dtype: str,
     device: str | None = None,
@@ -79,7 +117,7 @@ def resolve_spec(
     Args:
         cfg: `policy.draft`.
         policy_config: config.json of the policy.
-        k: tokens proposed per step.
+        k: tokens proposed per step; None is allowed for a draft that is not served.
         max_model_len: longest sequence of the engine.
         dtype: of the engine.
         device: `cpu` or `cuda`, when known.
@@ -101,7 +139,8 @@ def resolve_spec(
             files = find_weight_files(directory)
         except CheckpointError as err:
             raise ConfigError(f"policy.draft.model_name: {err}") from err
-    return _load(_entry(cfg.algo).resolver)(
+    return resolve_draft_spec(
+        adapter_of(cfg.algo),
         cfg,
         policy_config=policy_config,
         draft_config=draft_config,

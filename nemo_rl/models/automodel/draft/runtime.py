@@ -10,10 +10,10 @@ Shape symbols: B samples, T their padded length, R rows, S row length, V target 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.automodel.draft.builders import BuiltDraft
-from nemo_rl.models.automodel.draft.capture import FeatureCapture, embedding_weight, full_tensor
+from nemo_rl.models.automodel.draft.acceptance import Metrics
+from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
+from nemo_rl.models.automodel.draft.builders import BuiltDraft, build_draft, policy_weights
+from nemo_rl.models.automodel.draft.capture import FeatureCapture, embedding_weight, full_tensor, head_weight
 from nemo_rl.models.automodel.draft.checkpoint import load_weights, save_draft
 from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.publish import (
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
     from nemo_rl.models.automodel.data import Microbatch
 
 __all__ = ["DraftLoss", "Metrics", "_DraftRuntimeBase", "charged_depths"]
-
-Metrics = dict[str, tuple[Tensor, Tensor]]
-"""Metric name to (numerator, denominator), scalars; sums over micro-batches and ranks are formed by the caller."""
 
 ConfigT = TypeVar("ConfigT", bound=DraftConfigBase)
 
@@ -104,12 +103,16 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
     """What every draft algorithm gives to the worker.
 
     Attributes:
+        adapter: the algorithm's torch-free half.
+        module_class: makes the module of an architecture.
         contract: what the algorithm trains of the tensors that a draft may share with the policy.
         module: the draft; one call runs its whole forward, which is where sharding hooks fire.
         spec: of the draft.
         cfg: `policy.draft`.
     """
 
+    adapter: ClassVar[DraftAdapter[Any, Any]]
+    module_class: ClassVar[Callable[[Any], nn.Module]]
     contract: ClassVar[PublishContract]
 
     def __init__(
@@ -131,16 +134,22 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
         self._vocab = built.vocab
         self._own_embedding = None if built.embedding is None else built.embedding.to(device)
         self._policy_embedding: Tensor | None = None
+        self._policy_head: Tensor | None = None
         self._device = device
         self._dtype = dtype
         self._compute_dtype = torch.float32
         self._seed = seed
         self._vocab_ids = None if built.vocab is None else torch.tensor(built.vocab.ids, device=device)
-        self._capture = FeatureCapture(spec.architecture.feature_ids, num_layers=spec.num_target_layers)
+        self._num_updates = 0
+        arch = spec.architecture
+        self._capture = FeatureCapture(
+            arch.feature_ids, num_layers=spec.num_target_layers, with_final_state=arch.reads_final_state
+        )
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(clean_name(name) not in spec.frozen)
         check_contract(self.module, spec, self.contract)
 
     @classmethod
-    @abstractmethod
     def build(
         cls,
         cfg: ConfigT,
@@ -151,8 +160,18 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
         dtype: torch.dtype | str,
         draft_dir: str | None,
         seed: int,
-    ) -> _DraftRuntimeBase:
+    ) -> Self:
         """Build the draft beside a policy; see `registry.build_draft_runtime`."""
+        built = build_draft(
+            spec,
+            module_class=cls.module_class,
+            weights=policy_weights(policy_model, with_embedding=cls.contract.trains_embeddings),
+            draft_dir=draft_dir,
+            trust_pickle=cfg.trust_pickle,
+            seed=seed,
+        )
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return cls(cfg, spec, built, device=torch.device(device), dtype=dtype, seed=seed)
 
     # -- setup -------------------------------------------------------------------------------------------------------
 
@@ -171,7 +190,7 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
         )
 
     def param_group(self) -> dict[str, Any]:
-        """The optimizer group of the draft; call it after `parallelize`."""
+        """The optimizer group of the draft, without frozen parameters; call it after `parallelize`."""
         return {"name": "draft", "params": [p for p in self.module.parameters() if p.requires_grad]}
 
     # -- one optimizer step ------------------------------------------------------------------------------------------
@@ -179,37 +198,57 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
     def begin_global_batch(
         self, data: BatchedDataDict, *, step: int, dp_group: dist.ProcessGroup | None, policy_model: nn.Module
     ) -> None:
-        """Plan the step and agree on its denominators. Collective: one all-reduce, and a gather of the embedding.
+        """Plan the step and agree on its denominators.
+
+        Collective: one all-reduce, and a gather of what the draft reads of the policy's embedding and head, which move
+        with every update.
 
         Args:
-            data: this rank's samples: `token_mask` [B, T], `sample_mask` [B], `input_lengths` int64 [B], `sample_index`
-                int64 [B].
+            data: this rank's samples: `input_ids` int64 [B, T], `token_mask` [B, T], `sample_mask` [B], `input_lengths`
+                int64 [B], `sample_index` int64 [B].
             step: key of random draws.
             dp_group: ranks that hold other samples; None = this rank holds the whole batch.
-            policy_model: its embedding is read when the draft shares it.
+            policy_model: its embedding and head are read when the draft shares them.
         """
         counts = self._plan(data, step=step).to(self._device)
         if dp_group is not None:
             dist.all_reduce(counts, group=dp_group)
         self._set_denominators(counts)
-        if self._own_embedding is None:
-            # The policy's embedding moves with every update.
+        self._num_updates += 1
+        if not self.spec.architecture.owns_embedding:
             self._policy_embedding = full_tensor(embedding_weight(policy_model))
+        if not self.contract.trains_lm_head:
+            self._policy_head = full_tensor(head_weight(policy_model))
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the draft begun so far, over all runs that this one continues."""
+        return self._num_updates
 
     @property
     def _embedding(self) -> Tensor:
-        """The embedding in use, float [V, H]: the draft's own, or the policy's at the start of the global batch."""
+        """The frozen embedding in use, float [V, H]: the draft's own, or the policy's at the start of the update."""
         embedding = self._policy_embedding if self._own_embedding is None else self._own_embedding
         assert embedding is not None, "begin_global_batch reads the policy's embedding before the first loss"
         return embedding
 
+    @property
+    def _head(self) -> Tensor:
+        """The policy's head at the start of the update, float [V, H], without rows that pad the vocabulary."""
+        assert self._policy_head is not None, "begin_global_batch reads the policy's head before the first loss"
+        return self._policy_head[: self.spec.architecture.vocab_size]
+
     @abstractmethod
     def _plan(self, data: BatchedDataDict, *, step: int) -> Tensor:
-        """Plan this rank's samples from masks and lengths; return its counts, int64 [n], to be summed over ranks."""
+        """Plan this rank's samples from masks and lengths.
+
+        Returns:
+            This rank's share of the denominators, int64 or float64 [n], to be summed over ranks.
+        """
 
     @abstractmethod
     def _set_denominators(self, counts: Tensor) -> None:
-        """Take the counts of all ranks, int64 [n]."""
+        """Take the sum over all ranks of what `_plan` returned, [n]."""
 
     def capture(self, policy_model: nn.Module) -> AbstractContextManager[None]:
         """Context around one forward of the policy whose hidden states the next `loss` reads."""
@@ -224,9 +263,19 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
             policy_logits: float [R, S, V], raw: before temperature and filters. Not differentiated.
         """
 
-    @abstractmethod
     def zero_loss(self) -> Tensor:
         """A zero that reaches every parameter, through the module's call."""
+        return self.module(None).loss
+
+    def _document_metrics(self, documents: int, with_chain: int) -> Metrics:
+        """`documents_without_chain`.
+
+        Args:
+            documents: of the micro-batch.
+            with_chain: of those, how many have something to learn from.
+        """
+        pair = torch.tensor([documents - with_chain, documents], dtype=torch.float32, device=self._device)
+        return {"documents_without_chain": (pair[0], pair[1])}
 
     # -- publishing and saving ---------------------------------------------------------------------------------------
 
@@ -237,33 +286,58 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
 
     def manifest(self) -> dict[str, TensorInfo]:
         """Name (no `draft.` prefix) to shape and dtype of what each refit sends."""
-        return manifest(self.spec)
+        infos = manifest(self.spec)
+        return {name: infos[name] for name in self.spec.published_names}
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (`draft.` name, whole tensor of the serving dtype). Collective; every rank must exhaust it."""
+    def stream(self, policy_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield (`draft.` name, whole tensor of its serving dtype). Collective; every rank must exhaust it.
+
+        Args:
+            policy_model: a draft of a reduced vocabulary sends the rows of its head.
+        """
         self._reshard()
-        for name, tensor in published_tensors(self.module, self.spec):
+        for name, tensor in published_tensors(
+            self.module, self.spec, self.spec.published_names, live_head=self._live_head(policy_model)
+        ):
             yield DRAFT_PREFIX + name, tensor
 
-    def export(self, directory: str) -> None:
+    def _live_head(self, policy_model: nn.Module) -> Tensor | None:
+        """The policy's present head rows of the draft's ids, float [D, H]; None for a draft that does not send them."""
+        if not self.spec.architecture.has_live_head:
+            return None
+        assert self._vocab_ids is not None, "a live head belongs to a reduced vocabulary"
+        return full_tensor(head_weight(policy_model)).index_select(0, self._vocab_ids)
+
+    def export(self, directory: str, policy_model: nn.Module) -> None:
         """Write a directory that the engine loads unchanged. Collective; rank 0 writes.
 
         Args:
             directory: created if absent.
+            policy_model: as for `stream`.
         """
         is_writer = not dist.is_initialized() or dist.get_rank() == 0
         self._reshard()
         tensors = {}
-        for name, tensor in published_tensors(self.module, self.spec):
+        names = tuple(self.spec.architecture.published_shapes())
+        for name, tensor in published_tensors(self.module, self.spec, names, live_head=self._live_head(policy_model)):
             if is_writer:
                 tensors[name] = tensor.cpu()
         if is_writer:
-            save_draft(Path(directory), self.spec, trained=tensors, vocab=self._vocab, embedding=self._own_embedding)
+            config = self.adapter.write_config(self.spec.architecture, dtype=self.spec.dtype)
+            save_draft(
+                Path(directory),
+                self.spec,
+                config=config,
+                published=tensors,
+                vocab=self._vocab,
+                embedding=self._own_embedding,
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """fp32 parameters (DTensors when sharded) and the vocabulary's offsets, for a checkpoint."""
+        """fp32 parameters (DTensors when sharded), the vocabulary's offsets and the updates done, for a checkpoint."""
         self._reshard()
         state = {clean_name(name): tensor for name, tensor in self.module.state_dict().items()}
+        state["num_updates"] = torch.tensor(self._num_updates)
         if self._vocab is not None:
             state["d2t"] = torch.tensor(self._vocab.d2t, dtype=torch.int64)
         return state
@@ -275,6 +349,7 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
             state: as `state_dict` returned it.
         """
         state = dict(state)
+        num_updates = state.pop("num_updates", None)
         d2t = state.pop("d2t", None)
         stored = None if d2t is None else d2t.tolist()
         if stored != (None if self._vocab is None else self._vocab.d2t):
@@ -286,6 +361,8 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
             differing = sorted(by_clean_name.keys() ^ state.keys())
             raise CheckpointError(f"the checkpoint's draft and this run's differ in the tensors {differing}.")
         self.module.load_state_dict({by_clean_name[name]: tensor for name, tensor in state.items()})
+        if num_updates is not None:
+            self._num_updates = int(num_updates)
 
     def load_export(self, directory: str) -> None:
         """Load weights that `export` wrote (serving dtype) into an unsharded module.

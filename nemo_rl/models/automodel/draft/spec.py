@@ -11,27 +11,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.models.automodel.draft.adapters import (
-    SourceConfig,
-    check_tensor_shapes,
-    default_feature_ids,
-    feature_ids_from_layer_outputs,
-    flat_rope,
-    normalize_names,
-    read_config,
-)
-from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, trained_tensor_shapes
-from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
+from nemo_rl.models.automodel.draft.adapters.base import K_KEY, DraftAdapter, Serving, SourceConfig
+from nemo_rl.models.automodel.draft.adapters.fields import feature_ids_from_layer_outputs, flat_rope
+from nemo_rl.models.automodel.draft.adapters.names import check_tensor_shapes, normalize_names
+from nemo_rl.models.automodel.draft.architecture import EMBEDDING, HEAD, DraftArchitecture
+from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
 from nemo_rl.models.automodel.draft.weight_files import WeightFiles, read_integers
 
 __all__ = ["DraftSpec", "read_vocabulary", "resolve_draft_spec"]
 
-K_KEY = "policy.generation.vllm_kwargs.speculative_config.num_speculative_tokens"
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head that the engine's CPU attention has code for."""
 _GEOMETRY_KEYS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-_SWITCHES = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
 
 
 @dataclass(frozen=True)
@@ -43,12 +35,14 @@ class DraftSpec:
         architecture: shape of the draft.
         source: `scratch`, or `directory` when weights are loaded.
         num_target_layers: decoder layers of the policy.
-        num_speculative_tokens: tokens proposed per step.
+        num_speculative_tokens: tokens proposed per step; of a draft that is not served, as many as it could propose.
         max_model_len: longest sequence of the engine.
         dtype: of published and exported weights: `float32`, `bfloat16`, `float16`.
         initializer_range: standard deviation of new matrices.
         vocab_ids: target id of each draft id; None = every id, or, for a pickled checkpoint, read by the worker.
-        serving_method: the engine's name of the method.
+        serving: how the engine runs it; None = it does not.
+        frozen: names of tensors that training leaves alone.
+        is_static: no tensor is trained, and the engine keeps what it loaded.
     """
 
     algo: str
@@ -60,42 +54,62 @@ class DraftSpec:
     dtype: str
     initializer_range: float
     vocab_ids: tuple[int, ...] | None
-    serving_method: str
+    serving: Serving | None
+    frozen: tuple[str, ...] = ()
+    is_static: bool = False
 
     @property
     def trained_names(self) -> tuple[str, ...]:
-        """Names of the tensors that are trained, published after each update and found in the export."""
-        return tuple(trained_tensor_shapes(self.architecture))
+        """Names of the tensors that training changes."""
+        return tuple(name for name in self.architecture.trained_shapes() if name not in self.frozen)
 
-    def speculative_config(self, *, model_dir: str) -> dict[str, Any]:
-        """What the engine's `speculative_config` must hold to serve the draft.
+    @property
+    def published_names(self) -> tuple[str, ...]:
+        """Names of the tensors that each refit sends to the engine: none of a draft that is static or not served."""
+        if self.serving is None or self.is_static:
+            return () if not self.architecture.has_live_head or self.serving is None else (HEAD,)
+        return tuple(name for name in self.architecture.published_shapes() if name not in self.frozen)
+
+    @property
+    def serving_extension(self) -> str | None:
+        """`module:function` that the engine process calls before it builds the engine."""
+        return None if self.serving is None else self.serving.extension
+
+    def speculative_config(self, *, model_dir: str) -> dict[str, Any] | None:
+        """What the engine's `speculative_config` must hold to serve the draft; None = it is not served.
 
         Args:
             model_dir: where it was exported to.
         """
+        if self.serving is None:
+            return None
         return {
-            "method": self.serving_method,
+            "method": self.serving.method,
             "model": model_dir,
             "num_speculative_tokens": self.num_speculative_tokens,
+            **self.serving.options,
         }
 
     def describe(self) -> str:
         """One line for a person: algorithm, size, features, where the weights come from."""
         arch = self.architecture
         origin = "built from the policy" if self.source == "scratch" else "loaded"
-        features = ", ".join(map(str, arch.feature_ids))
+        layers = f"{arch.num_hidden_layers} layer{'' if arch.num_hidden_layers == 1 else 's'}"
+        features = "the final state" if arch.reads_final_state else f"layers {', '.join(map(str, arch.feature_ids))}"
+        notes = [origin, *(["static"] if self.is_static else []), *([] if self.serving else ["not served"])]
         return (
-            f"{self.algo}, {arch.num_hidden_layers} layer, hidden size {arch.hidden_size}, {arch.draft_vocab_size} of "
-            f"{arch.vocab_size} tokens, features after layers {features}, {origin}"
+            f"{self.algo}, {layers}, hidden size {arch.hidden_size}, {arch.draft_vocab_size} of "
+            f"{arch.vocab_size} tokens, features after {features}, {', '.join(notes)}"
         )
 
 
 def resolve_draft_spec(
-    draft_cfg: Eagle3DraftConfig,
+    adapter: DraftAdapter[Any, Any],
+    cfg: DraftConfigBase,
     *,
     policy_config: Mapping[str, Any],
     draft_config: Mapping[str, Any] | None,
-    k: int,
+    k: int | None,
     max_model_len: int,
     dtype: str,
     device: str | None = None,
@@ -105,10 +119,11 @@ def resolve_draft_spec(
     """Decide what the draft is, or say what does not fit.
 
     Args:
-        draft_cfg: `policy.draft`.
+        adapter: of the draft's algorithm.
+        cfg: `policy.draft`.
         policy_config: config.json of the policy.
         draft_config: config.json of `policy.draft.model_name`; None = build from scratch.
-        k: tokens proposed per step.
+        k: tokens proposed per step; None is allowed for a draft that is not served.
         max_model_len: longest sequence of the engine.
         dtype: of the engine.
         device: `cpu` or `cuda`, when known; checks what the engine's attention can do there.
@@ -120,27 +135,41 @@ def resolve_draft_spec(
     """
     policy = _text_config(policy_config)
     num_layers = int(policy["num_hidden_layers"])
-    _check_k(draft_cfg, k)
+    k = k if cfg.serve else None
+    if cfg.serve and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+        raise ConfigError(f"{K_KEY}: got {k!r}; must be an integer >= 1. Set it to the tokens to propose per step.")
     if draft_config is None:
-        arch = _from_scratch(draft_cfg, policy, num_layers)
+        arch = _from_scratch(adapter, cfg, policy, k)
     else:
-        arch = _from_source(draft_cfg, read_config(draft_config), num_layers)
-    _check_feature_ids(arch.feature_ids, num_layers, allow_boundary=draft_cfg.allow_boundary_layers)
+        source = adapter.read_config(draft_config)
+        adapter.check_source(cfg, source)
+        arch = _from_source(adapter, cfg, source, num_layers)
+    if not arch.reads_final_state:
+        _check_feature_ids(arch.feature_ids, num_layers, allow_boundary=cfg.allow_boundary_layers)
     _check_against_policy(arch, policy)
     arch = _cover_positions(arch, max_model_len)
     _check_geometry(arch, device)
-    ids = _vocabulary(draft_cfg, arch, is_scratch=draft_config is None, weight_files=weight_files, given=vocab_ids)
+    adapter.check(cfg, arch, policy=policy, k=k)
+    limit = adapter.max_num_speculative_tokens(cfg, arch)
+    if k is not None and limit is not None and k > limit:
+        raise ConfigError(
+            f"{K_KEY}: got {k}; the draft is trained to propose at most {limit}. Lower it or set "
+            f"policy.draft.{adapter.depth_key} >= {k}."
+        )
+    ids = _vocabulary(cfg, arch, is_scratch=draft_config is None, weight_files=weight_files, given=vocab_ids)
     return DraftSpec(
-        algo=draft_cfg.algo,
+        algo=adapter.algo,
         architecture=arch,
         source="scratch" if draft_config is None else "directory",
         num_target_layers=num_layers,
-        num_speculative_tokens=k,
+        num_speculative_tokens=k or limit or 1,
         max_model_len=max_model_len,
         dtype=dtype,
         initializer_range=float(policy.get("initializer_range") or 0.02),
         vocab_ids=ids,
-        serving_method=draft_cfg.serving_methods[0],
+        serving=adapter.serving(arch, device=device) if cfg.serve else None,
+        frozen=_frozen_names(cfg, arch),
+        is_static=cfg.static or cfg.loss_weight == 0,
     )
 
 
@@ -156,21 +185,34 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _check_k(cfg: Eagle3DraftConfig, k: int) -> None:
-    limit = cfg.max_num_speculative_tokens
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ConfigError(f"{K_KEY}: got {k!r}; must be an integer >= 1. Set it to the tokens to propose per step.")
-    if k > limit:
+def _frozen_names(cfg: DraftConfigBase, arch: DraftArchitecture) -> tuple[str, ...]:
+    """Tensor names under the parts that `freeze` lists."""
+    trained = arch.trained_shapes()
+    frozen: set[str] = set()
+    for part in cfg.freeze:
+        names = {name for name in trained if name == part or name.startswith(f"{part}.")}
+        if not names:
+            parts = sorted({name.split(".")[0] for name in trained})
+            reason = "is the policy's" if f"{part}.weight" in (EMBEDDING, HEAD) else "is no part of this draft"
+            raise ConfigError(
+                f"policy.draft.freeze: got {part!r}, which {reason}; must be one of {parts}, or a longer piece of a "
+                "tensor's name such as layers.0.mlp. Correct or remove it."
+            )
+        frozen |= names
+    if frozen == set(trained):
         raise ConfigError(
-            f"{K_KEY}: got {k}; the draft is trained to propose at most {limit}. Lower it or set "
-            f"policy.draft.ttt_steps >= {k}."
+            f"policy.draft.freeze: got {list(cfg.freeze)}, which leaves nothing to train. Set policy.draft.static: "
+            "true to serve a draft without training it."
         )
+    return tuple(name for name in trained if name in frozen)
 
 
 # -- from scratch ----------------------------------------------------------------------------------------------------
 
 
-def _from_scratch(cfg: Eagle3DraftConfig, policy: Mapping[str, Any], num_layers: int) -> DraftArchitecture:
+def _from_scratch(
+    adapter: DraftAdapter[Any, Any], cfg: DraftConfigBase, policy: Mapping[str, Any], k: int | None
+) -> DraftArchitecture:
     hidden = int(policy["hidden_size"])
     heads = cfg.num_attention_heads or policy.get("num_attention_heads")
     sizes: dict[str, Any] = {
@@ -190,65 +232,69 @@ def _from_scratch(cfg: Eagle3DraftConfig, policy: Mapping[str, Any], num_layers:
     if not policy.get("max_position_embeddings"):
         raise ConfigError("policy.model_name: its config.json lacks max_position_embeddings. Add it.")
     vocab = int(policy["vocab_size"])
-    return DraftArchitecture(
-        layer_family="llama",
+    switches = {key: _stated(cfg, key, default) for key, default in adapter.switches.items()}
+    fields: dict[str, Any] = {key: int(value) for key, value in sizes.items()}
+    return adapter.architecture(
+        layer_family=adapter.layer_family,
         hidden_size=hidden,
         target_hidden_size=hidden,
-        num_hidden_layers=cfg.num_layers,
+        num_hidden_layers=cfg.num_layers or adapter.default_num_layers,
         rms_norm_eps=float(policy["rms_norm_eps"]),
         vocab_size=vocab,
         draft_vocab_size=vocab if cfg.draft_vocab_size is None else cfg.draft_vocab_size,
-        feature_ids=_chosen_ids(cfg, num_layers),
+        feature_ids=_new_ids(adapter, cfg, int(policy["num_hidden_layers"])),
         rope=flat_rope(policy, key="policy.model_name"),
         max_position_embeddings=int(policy["max_position_embeddings"]),
-        intermediate_size=int(sizes["intermediate_size"]),
-        num_attention_heads=int(sizes["num_attention_heads"]),
-        num_key_value_heads=int(sizes["num_key_value_heads"]),
-        head_dim=int(sizes["head_dim"]),
-        **{key: getattr(cfg, key) for key in _SWITCHES},
+        **fields,
+        **switches,
+        **adapter.new_fields(cfg, policy=policy, k=k),
     )
 
 
-def _chosen_ids(cfg: Eagle3DraftConfig, num_layers: int) -> tuple[int, ...]:
+def _stated(cfg: DraftConfigBase, key: str, default: Any) -> Any:
+    value = getattr(cfg, key)
+    return default if value is None else value
+
+
+def _new_ids(adapter: DraftAdapter[Any, Any], cfg: DraftConfigBase, num_layers: int) -> tuple[int, ...]:
+    if adapter.architecture.reads_final_state:
+        if cfg.aux_layer_indices is not None:
+            raise ConfigError(
+                f"policy.draft.aux_layer_indices: got {list(cfg.aux_layer_indices)}; a draft of algorithm "
+                f"{adapter.algo} reads the policy's final state only. Remove the key."
+            )
+        return ()
     if cfg.aux_layer_indices is not None:
         return feature_ids_from_layer_outputs(cfg.aux_layer_indices)
-    ids = default_feature_ids(num_layers)
-    if not 1 <= ids[0] < ids[1] < ids[2]:
-        example = list(range(min(3, max(1, num_layers - 1))))
-        raise ConfigError(
-            "policy.draft.aux_layer_indices: got null; the default (layers 1, N/2-1, N-4) is no three different layers "
-            f"for a policy of {num_layers} layers. Set it, e.g. to {example}."
-        )
-    return ids
+    return adapter.default_feature_ids(num_layers)
 
 
 # -- from a directory ------------------------------------------------------------------------------------------------
 
 
-def _from_source(cfg: Eagle3DraftConfig, source: SourceConfig, num_layers: int) -> DraftArchitecture:
-    fields = dict(source.fields)
-    stated = cfg.model_fields_set
-    given = {key: getattr(cfg, key) for key in _GEOMETRY_KEYS if getattr(cfg, key) is not None}
-    given |= {key: getattr(cfg, key) for key in _SWITCHES if key in stated}
-    given |= {"num_hidden_layers": cfg.num_layers} if "num_layers" in stated else {}
-    given |= {"draft_vocab_size": cfg.draft_vocab_size} if cfg.draft_vocab_size is not None else {}
-    for key, value in given.items():
-        if fields[key] != value:
-            name = "num_layers" if key == "num_hidden_layers" else key
+def _from_source(
+    adapter: DraftAdapter[Any, Any], cfg: DraftConfigBase, source: SourceConfig, num_layers: int
+) -> DraftArchitecture:
+    fields = adapter.loaded_fields(cfg, source)
+    keys = {key: key for key in (*_GEOMETRY_KEYS, "draft_vocab_size", *adapter.switches)}
+    for key, name in {**keys, "num_layers": "num_hidden_layers"}.items():
+        value = getattr(cfg, key)
+        if fields[name] is None:
+            # The file leaves it open; `check_source` saw to it that the configuration does not.
+            fields[name] = value
+        if value is not None and fields[name] != value:
             raise ConfigError(
-                f"policy.draft.{name}: got {value}; the draft in policy.draft.model_name has {fields[key]}. "
-                f"Remove the key or set it to {fields[key]}."
+                f"policy.draft.{key}: got {value}; the draft in policy.draft.model_name has {fields[name]}. "
+                f"Remove the key or set it to {fields[name]}."
             )
-    if source.is_norm_output_ambiguous and "norm_output" not in stated:
-        raise ConfigError(
-            "policy.draft.norm_output: got nothing, and the draft's config.json turns it on. Some publishers mean that "
-            "the normed state is fed to the next depth (so does the engine), others only that the head reads it. Set "
-            "policy.draft.norm_output: true if it was trained the first way; the second kind cannot be served."
-        )
-    return DraftArchitecture(**fields, feature_ids=_source_ids(cfg, source, num_layers))
+    return adapter.architecture(**fields, feature_ids=_source_ids(adapter, cfg, source, num_layers))
 
 
-def _source_ids(cfg: Eagle3DraftConfig, source: SourceConfig, num_layers: int) -> tuple[int, ...]:
+def _source_ids(
+    adapter: DraftAdapter[Any, Any], cfg: DraftConfigBase, source: SourceConfig, num_layers: int
+) -> tuple[int, ...]:
+    if adapter.architecture.reads_final_state:
+        return _new_ids(adapter, cfg, num_layers)
     chosen = None if cfg.aux_layer_indices is None else feature_ids_from_layer_outputs(cfg.aux_layer_indices)
     if source.feature_ids is not None:
         if chosen is not None and chosen != source.feature_ids:
@@ -263,7 +309,7 @@ def _source_ids(cfg: Eagle3DraftConfig, source: SourceConfig, num_layers: int) -
                 "policy.draft.aux_layer_indices: got null, and the draft's publisher never writes the layers that it "
                 "was trained on. Set them (counted from 0)."
             )
-        chosen = _chosen_ids(cfg, num_layers)
+        chosen = adapter.default_feature_ids(num_layers)
     if source.num_features not in (None, len(chosen)):
         raise ConfigError(
             f"policy.draft.aux_layer_indices: got {len(chosen)} layers; it reads {source.num_features}. Set that many."
@@ -323,10 +369,6 @@ def _check_geometry(arch: DraftArchitecture, device: str | None) -> None:
         )
     if arch.head_dim % 2:
         raise ConfigError(f"policy.draft.head_dim: got {arch.head_dim}; must be even for rotary positions.")
-    if arch.fc_norm and arch.norm_before_fc:
-        raise ConfigError(
-            "policy.draft.fc_norm: got true beside norm_before_fc; they exclude each other. Turn one off."
-        )
     if device == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
             f"policy.draft.head_dim: got {arch.head_dim}; the engine's CPU attention supports {list(CPU_HEAD_DIMS)}. "
@@ -338,7 +380,7 @@ def _check_geometry(arch: DraftArchitecture, device: str | None) -> None:
 
 
 def _vocabulary(
-    cfg: Eagle3DraftConfig,
+    cfg: DraftConfigBase,
     arch: DraftArchitecture,
     *,
     is_scratch: bool,
@@ -368,7 +410,7 @@ def _vocabulary(
     return mapping.ids
 
 
-def _checked_weights(cfg: Eagle3DraftConfig, arch: DraftArchitecture, files: WeightFiles) -> tuple[int, ...] | None:
+def _checked_weights(cfg: DraftConfigBase, arch: DraftArchitecture, files: WeightFiles) -> tuple[int, ...] | None:
     if files.pickle is not None:
         if not cfg.trust_pickle:
             raise ConfigError(

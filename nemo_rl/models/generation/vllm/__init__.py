@@ -9,6 +9,7 @@ In each worker process
     vllm_worker.py       one engine: sampling, weight version, checks, throughput probe
     sampling_check.py    the statistics behind the start-up check
     model_inspection.py  spares a process start per architecture
+    draft_extension.py   calls what a draft brings along where vLLM cannot serve it by itself
 Inside vLLM
     engine_worker.py, cpu_engine_worker.py, cuda_engine_worker.py   vLLM's worker classes with our additions
     weight_transfer.py   one update of policy and draft: checked before, applied at once, read back after
@@ -17,4 +18,5 @@ Inside vLLM
     draft_ownership.py   which tensors the draft owns and which are the policy's
     cpu_linear.py        CPU engines compute with readable parameters
     cpu_sampler_fix.py   WORKAROUND for vLLM's CPU rejection sampler; states when to delete it
+    cpu_norm_fix.py      WORKAROUND for vLLM's CPU norm of several layers at once; states when to delete it
 """

@@ -2,8 +2,8 @@
 
 vLLM decides at load: the draft gets the target's module when its file has no such tensor *or an equal one*. A head that
 training starts from the policy's is equal at first, so an update of it would overwrite the policy's head. Here the
-publish contract decides instead: what is trained is the draft's own, every other embedding or head of the target's
-size is the live target's, whatever the file held.
+publish contract decides instead: what is trained or frozen is the draft's own, every other embedding or head of the
+target's size is the live target's, whatever the file held.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SHAREABLE = (("model", "embed_tokens", VocabParallelEmbedding), ("", "lm_head",
 """(path of the owner, attribute, class) of the modules that vLLM may share; export names are `<attribute>.weight`."""
 
 
-def settle_ownership(target: nn.Module, draft: nn.Module, *, trained: Collection[str]) -> None:
-    """Give the draft its own module for each trained tensor, and the target's for each other one of equal shape.
+def settle_ownership(target: nn.Module, draft: nn.Module, *, owned: Collection[str]) -> None:
+    """Give the draft its own module for each tensor that it owns, and the target's for each other one of equal shape.
 
     Call right after loading, before anything is compiled or captured, inside the device and config contexts in which
     vLLM builds modules.
@@ -34,10 +34,10 @@ def settle_ownership(target: nn.Module, draft: nn.Module, *, trained: Collection
     Args:
         target: The loaded policy.
         draft: The loaded draft, which may hold modules of the target.
-        trained: Export names of the tensors that training sends.
+        owned: Export names of the tensors that training sends or keeps as they are.
 
     Raises:
-        RefitError: Draft and target still share memory that is trained.
+        RefitError: Draft and target still share memory that the draft owns.
     """
     target = language_model(target)
     for path, attribute, cls in _SHAREABLE:
@@ -45,30 +45,30 @@ def settle_ownership(target: nn.Module, draft: nn.Module, *, trained: Collection
         if not hasattr(draft_owner, attribute) or not hasattr(target_owner, attribute):
             continue
         mine, theirs = getattr(draft_owner, attribute), getattr(target_owner, attribute)
-        if f"{attribute}.weight" in trained:
+        if f"{attribute}.weight" in owned:
             if mine.weight.untyped_storage().data_ptr() == theirs.weight.untyped_storage().data_ptr():
                 setattr(draft_owner, attribute, _own_copy(theirs, cls))
-                logger.info("The draft trains %s.weight; it was given its own copy.", attribute)
+                logger.info("The draft owns %s.weight; it was given its own copy.", attribute)
         elif mine is not theirs and mine.weight.shape == theirs.weight.shape:
             setattr(draft_owner, attribute, theirs)
-            logger.info("The draft does not train %s.weight; it uses the policy's.", attribute)
-    check_no_alias(target, draft, trained=trained)
+            logger.info("The draft does not own %s.weight; it uses the policy's.", attribute)
+    check_no_alias(target, draft, owned=owned)
 
 
-def check_no_alias(target: nn.Module, draft: nn.Module, *, trained: Collection[str]) -> None:
-    """Check storage addresses: no trained tensor of the draft lies in the target's memory.
+def check_no_alias(target: nn.Module, draft: nn.Module, *, owned: Collection[str]) -> None:
+    """Check storage addresses: no tensor that the draft owns lies in the target's memory.
 
     Raises:
         RefitError: With the names that share memory.
     """
     draft_tensors = ModelTensors(draft)
-    inside = {draft_tensors.parameter_name(name): name for name in trained}
+    inside = {draft_tensors.parameter_name(name): name for name in owned}
     target_storages = ModelTensors(target).storages()
     shared = draft_tensors.storages(name for name in inside if name in draft_tensors.floating_names())
     aliased = sorted(f"{inside[name]} = {target_storages[at]}" for at, name in shared.items() if at in target_storages)
     if aliased:
         raise RefitError(
-            f"Draft and policy share memory for tensors that the draft trains: {', '.join(aliased)}. An update of the "
+            f"Draft and policy share memory for tensors that the draft owns: {', '.join(aliased)}. An update of the "
             "draft would change the policy. No weight was changed."
         )
 

@@ -138,6 +138,8 @@ def build_engine_kwargs(
     seed: int,
     speculative_config: dict[str, Any] | None,
     trained_draft_tensors: tuple[str, ...],
+    frozen_draft_tensors: tuple[str, ...],
+    draft_extension: str | None,
     limits: EngineLimits,
 ) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM`.
@@ -150,6 +152,8 @@ def build_engine_kwargs(
         seed: Of the engine.
         speculative_config: As `merge_speculative_config` made it; None decodes without speculation.
         trained_draft_tensors: Export names of the tensors that training sends; empty when no draft is trained.
+        frozen_draft_tensors: Export names of the draft's own tensors that training does not send.
+        draft_extension: As `install_draft_extension` takes it; for the engine's further processes.
         limits: As `engine_limits` made it.
     """
     check_vllm_kwargs(config.vllm_kwargs)
@@ -178,7 +182,13 @@ def build_engine_kwargs(
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "worker_cls": engine_worker_class(device),
-        "additional_config": {"nemo_rl": {"trained_draft_tensors": list(trained_draft_tensors)}},
+        "additional_config": {
+            "nemo_rl": {
+                "trained_draft_tensors": list(trained_draft_tensors),
+                "frozen_draft_tensors": list(frozen_draft_tensors),
+                "draft_extension": draft_extension,
+            }
+        },
     }
     if not on_cpu and config.colocated.enabled:
         kwargs["enable_sleep_mode"] = True

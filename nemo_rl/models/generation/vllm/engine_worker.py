@@ -15,6 +15,7 @@ from vllm.config import set_current_vllm_config
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.vllm import weight_transfer
+from nemo_rl.models.generation.vllm.draft_extension import install_draft_extension
 from nemo_rl.models.generation.vllm.draft_ownership import settle_ownership
 
 if TYPE_CHECKING:
@@ -26,14 +27,20 @@ else:  # the subclasses bring vLLM's worker class of their device
 class RefitWorkerMixin(_Worker):
     """Put before vLLM's worker class in the bases."""
 
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Take vLLM's arguments; a draft's extension must be in place before a model runner is made."""
+        install_draft_extension(vllm_config.additional_config["nemo_rl"]["draft_extension"])
+        super().__init__(vllm_config, *args, **kwargs)
+
     def load_model(self, **kwargs: Any) -> None:
         """Load both models, settle who owns what, and tell the weight transfer."""
         weight_transfer.register()
         super().load_model(**kwargs)
         self.after_load()
         config: Any = self.vllm_config
-        trained = config.additional_config["nemo_rl"]["trained_draft_tensors"]
-        draft = self.get_draft_model() if trained else None
+        ours = config.additional_config["nemo_rl"]
+        trained, frozen = ours["trained_draft_tensors"], ours["frozen_draft_tensors"]
+        draft = self.get_draft_model() if trained or frozen else None
         if trained and draft is None:
             raise ConfigError(
                 f"policy.draft: training sends {len(trained)} draft tensors, but the engine runs no draft model. Turn "
@@ -41,13 +48,16 @@ class RefitWorkerMixin(_Worker):
             )
         if draft is not None:
             with set_current_vllm_config(config), torch.device(self.device or "cpu"):
-                settle_ownership(self.get_model(), draft, trained=trained)
+                settle_ownership(self.get_model(), draft, owned=[*trained, *frozen])
+        # A draft that no update carries is not the weight transfer's business.
+        updated = draft if trained else None
         self._transfer().attach(
             policy_dir=_local_directory(config.model_config.model),
-            draft=draft,
-            draft_config=config.speculative_config.draft_model_config if draft is not None else None,
+            draft=updated,
+            draft_config=config.speculative_config.draft_model_config if updated is not None else None,
             proposer=getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None),
             trained=trained,
+            frozen=frozen,
         )
 
     def after_load(self) -> None:

@@ -23,12 +23,14 @@ class SpecCounters:
         num_draft_tokens: Proposed tokens.
         num_accepted_tokens: Proposed tokens that were accepted.
         accepted_per_pos: Entry i counts the drafts whose token i was accepted; length K, or 0 before the first draft.
+        num_decode_tokens: Response tokens behind the first one, which the prefill gives.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: tuple[int, ...] = ()
+    num_decode_tokens: int = 0
 
     @classmethod
     def from_request(
@@ -38,7 +40,8 @@ class SpecCounters:
 
         The engine verifies whole drafts: its last step may accept tokens behind the one that ends the response and
         throw them away. They were not emitted, so they are not counted here. Then these counters equal those of a
-        replay of the response in the trainer.
+        replay of the response in the trainer. Of a method that proposes in some steps only, the engine does not tell
+        how many others there were; up to K thrown away tokens of a request may then be counted.
 
         Args:
             accepted_per_step: Accepted tokens of each step that had a draft, in order.
@@ -55,6 +58,7 @@ class SpecCounters:
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=sum(steps),
             accepted_per_pos=tuple(sum(step > i for step in steps) for i in range(k)),
+            num_decode_tokens=max(0, num_response_tokens - 1),
         )
 
     def __add__(self, other: SpecCounters) -> SpecCounters:
@@ -74,12 +78,23 @@ class SpecCounters:
             num_draft_tokens=self.num_draft_tokens + sign * other.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens + sign * other.num_accepted_tokens,
             accepted_per_pos=tuple(a + sign * b for a, b in zip(mine, theirs, strict=True)),
+            num_decode_tokens=self.num_decode_tokens + sign * other.num_decode_tokens,
         )
 
     @property
     def acceptance_length(self) -> float:
         """Mean tokens per verification step, 1 + accepted / drafts; 1.0 without drafts."""
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Mean tokens per decoding step of a request, steps without a proposal included; 1.0 before the first.
+
+        Equal to `acceptance_length` when every step has a proposal; of a method that finds one only now and then, this
+        is the figure to compare.
+        """
+        forwards = self.num_decode_tokens - self.num_accepted_tokens
+        return self.num_decode_tokens / forwards if forwards > 0 else 1.0
 
     @property
     def per_position_rates(self) -> tuple[float, ...]:

@@ -79,7 +79,12 @@ class VllmGeneration(GenerationInterface):
         self._preloading = self._group.run_all_workers_single_data("preload")
 
     def build(
-        self, *, speculative_config: dict[str, Any] | None = None, trained_draft_tensors: tuple[str, ...] = ()
+        self,
+        *,
+        speculative_config: dict[str, Any] | None = None,
+        trained_draft_tensors: tuple[str, ...] = (),
+        frozen_draft_tensors: tuple[str, ...] = (),
+        draft_extension: str | None = None,
     ) -> None:
         """Start the engines on the weights in the model's directory, as version -1.
 
@@ -87,6 +92,8 @@ class VllmGeneration(GenerationInterface):
             speculative_config: As `merge_speculative_config` made it; None decodes without speculation.
             trained_draft_tensors: Export names of the draft tensors that each update carries; empty when no draft is
                 trained.
+            frozen_draft_tensors: Export names of the draft's own tensors that no update carries; they stay as loaded.
+            draft_extension: "module:function" that lets vLLM serve the draft; None when it can by itself.
 
         Raises:
             ConfigError: The draft's directory does not fit `trained_draft_tensors`.
@@ -95,7 +102,13 @@ class VllmGeneration(GenerationInterface):
         """
         preloading, self._preloading = self._preloading, []
         self._collect(preloading)
-        self._all("build", speculative_config=speculative_config, trained_draft_tensors=tuple(trained_draft_tensors))
+        self._all(
+            "build",
+            speculative_config=speculative_config,
+            trained_draft_tensors=tuple(trained_draft_tensors),
+            frozen_draft_tensors=tuple(frozen_draft_tensors),
+            draft_extension=draft_extension,
+        )
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> BatchedDataDict:
         """See `GenerationInterface.generate`. Rows are dealt to the engines in equal contiguous parts."""

@@ -20,6 +20,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import RefitError
 from nemo_rl.models.generation.interfaces import SamplingCheckReport, ThroughputComparison, UpdateReport
+from nemo_rl.models.generation.vllm.draft_extension import install_draft_extension
 from nemo_rl.models.generation.vllm.engine_args import (
     SELF_CHECK_TOP_K,
     EngineLimits,
@@ -87,7 +88,12 @@ class VllmGenerationWorker:
         register_architectures([self._model_dir])
 
     def build(
-        self, *, speculative_config: dict[str, Any] | None = None, trained_draft_tensors: tuple[str, ...] = ()
+        self,
+        *,
+        speculative_config: dict[str, Any] | None = None,
+        trained_draft_tensors: tuple[str, ...] = (),
+        frozen_draft_tensors: tuple[str, ...] = (),
+        draft_extension: str | None = None,
     ) -> None:
         """Start the engine on the weights of `model_dir`, as version -1.
 
@@ -95,12 +101,17 @@ class VllmGenerationWorker:
             speculative_config: As `merge_speculative_config` made it; None decodes without speculation.
             trained_draft_tensors: Export names of the draft tensors that each update carries; empty when no draft is
                 trained.
+            frozen_draft_tensors: Export names of the draft's own tensors that no update carries; they stay as loaded.
+            draft_extension: "module:function" that lets vLLM serve the draft; None when it can by itself.
         """
         if self._llm is not None:
             raise RuntimeError("The engine was already built.")
         self._limits = self._limits_for(speculative_config)
         self._llm = self._start_engine(
-            speculative_config=speculative_config, trained_draft_tensors=tuple(trained_draft_tensors)
+            speculative_config=speculative_config,
+            trained_draft_tensors=tuple(trained_draft_tensors),
+            frozen_draft_tensors=tuple(frozen_draft_tensors),
+            draft_extension=draft_extension,
         )
         self._llm.update_weight_version(str(self._version))
 
@@ -174,7 +185,7 @@ class VllmGenerationWorker:
         if payload.version != self._version:
             raise RefitError(f"measure_throughput: got weights {payload.version}; the engine holds {self._version}.")
         speculative = self._engine()
-        plain = self._start_engine(speculative_config=None, trained_draft_tensors=())
+        plain = self._start_engine(speculative_config=None)
         try:
             self._give_policy(plain, payload)
             rates: dict[str, list[float]] = {"speculative": [], "plain": []}
@@ -258,13 +269,19 @@ class VllmGenerationWorker:
         )
 
     def _start_engine(
-        self, *, speculative_config: dict[str, Any] | None, trained_draft_tensors: tuple[str, ...]
+        self,
+        *,
+        speculative_config: dict[str, Any] | None,
+        trained_draft_tensors: tuple[str, ...] = (),
+        frozen_draft_tensors: tuple[str, ...] = (),
+        draft_extension: str | None = None,
     ) -> LLM:
         # Deferred: vllm is heavy and reads its environment at import.
         from vllm import LLM
 
         from nemo_rl.models.generation.vllm.model_inspection import register_architectures
 
+        install_draft_extension(draft_extension)
         draft_dir = (speculative_config or {}).get("model")
         register_architectures([self._model_dir, *([draft_dir] if draft_dir else [])])
         kwargs = build_engine_kwargs(
@@ -275,6 +292,8 @@ class VllmGenerationWorker:
             seed=self._seed,
             speculative_config=speculative_config,
             trained_draft_tensors=trained_draft_tensors,
+            frozen_draft_tensors=frozen_draft_tensors,
+            draft_extension=draft_extension,
             limits=self._limits_for(speculative_config),
         )
         return LLM(**kwargs)

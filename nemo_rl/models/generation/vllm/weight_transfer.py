@@ -145,7 +145,14 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._is_tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
 
     def attach(
-        self, *, policy_dir: str, draft: nn.Module | None, draft_config: Any, proposer: Any, trained: list[str]
+        self,
+        *,
+        policy_dir: str,
+        draft: nn.Module | None,
+        draft_config: Any,
+        proposer: Any,
+        trained: list[str],
+        frozen: list[str],
     ) -> None:
         """Learn what the models hold. Called once, after loading and after ownership was settled.
 
@@ -155,6 +162,7 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             draft_config: vLLM's model config of the draft.
             proposer: vLLM's object that owns the draft.
             trained: Export names of the tensors that every update carries.
+            frozen: Export names of the draft's own tensors that none carries.
 
         Raises:
             ConfigError: The draft's directory or module does not fit `trained`.
@@ -178,7 +186,7 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._draft = _Draft(draft, draft_config, proposer, tuple(trained), static)
         described = self._describe(draft, headers, trained)
         self._expected.update({DRAFT_PREFIX + name: info for name, info in described.items()})
-        _check_coverage(self._draft, shared=shared)
+        _check_coverage(self._draft, shared=shared, kept=set(frozen))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to set up for the object store."""
@@ -222,7 +230,7 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"Weight update {update_info.version} was refused: {'; '.join(problems)}. No weight was changed."
             )
         if self._draft is not None:
-            check_no_alias(self.model, self._draft.model, trained=self._draft.trained)
+            check_no_alias(self.model, self._draft.model, owned=self._draft.trained)
         self._staged = _Staged(update_info, tensors)
 
     def finish_weight_update(self) -> None:
@@ -240,9 +248,10 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._load(self.model, policy, self.model_config)
         if self._draft is not None:
             sent = {name: staged.tensors[DRAFT_PREFIX + name] for name in self._draft.trained}
+            held = derived_tensors(self._draft.model)
             with _detached(shared_modules(self.model, self._draft.model)):
                 self._load(self._draft.model, {**self._draft.static, **sent}, self._draft.model_config)
-            rebuild_derived_state(self._draft.model, self._draft.proposer, sent)
+            rebuild_derived_state(self._draft.model, self._draft.proposer, sent, held)
         self.last_result = self._verify(staged)
         self.version = staged.info.version
 
@@ -302,13 +311,13 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
 
-def _check_coverage(draft: _Draft, *, shared: set[str]) -> None:
+def _check_coverage(draft: _Draft, *, shared: set[str], kept: set[str]) -> None:
     """Each draft parameter of the engine must be sent, static or shared; otherwise it would silently stay old."""
     where = draft.model_config.model
     frozen = {name for name, tensor in draft.static.items() if tensor.is_floating_point()}
-    if unexplained := sorted(name for name in frozen if name != _HEAD):
+    if unexplained := sorted(frozen - kept - {_HEAD}):
         raise ConfigError(
-            f"{_DRAFT_KEY}: {where} holds tensors that are neither trained nor shared with the policy: "
+            f"{_DRAFT_KEY}: {where} holds tensors that are neither trained, frozen nor shared with the policy: "
             f"{unexplained}. Export the draft again."
         )
     tensors = ModelTensors(draft.model)
@@ -323,7 +332,15 @@ def _check_coverage(draft: _Draft, *, shared: set[str]) -> None:
         )
 
 
-def rebuild_derived_state(draft: Any, proposer: Any, sent: Mapping[str, torch.Tensor]) -> None:
+def derived_tensors(draft: Any) -> dict[str, torch.Tensor]:
+    """Tensors that the draft keeps beside its parameters and buffers, by attribute of its inner module."""
+    inner: Any = getattr(draft, "model", draft)
+    return {name: value for name, value in vars(inner).items() if isinstance(value, torch.Tensor)}
+
+
+def rebuild_derived_state(
+    draft: Any, proposer: Any, sent: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]
+) -> None:
     """Recompute what vLLM computed from draft weights at load; a reload leaves all of it stale.
 
     Keyed off what the classes have, so that it serves any draft that uses these mechanisms.
@@ -332,6 +349,8 @@ def rebuild_derived_state(draft: Any, proposer: Any, sent: Mapping[str, torch.Te
         draft: The draft, with new parameters.
         proposer: vLLM's object that owns the draft.
         sent: Export name to tensor of this update.
+        held: `derived_tensors` from before the reload. They get the new values, because captured CUDA graphs read at
+            their addresses.
     """
     buffers = dict(draft.named_buffers())
     for name in buffers.keys() & sent.keys():  # non-persistent buffers are put back to their old value by the reload
@@ -343,6 +362,8 @@ def rebuild_derived_state(draft: Any, proposer: Any, sent: Mapping[str, torch.Te
     inner: Any = getattr(draft, "model", None)
     if hasattr(inner, "_build_fused_kv_buffers"):  # stacked key/value projections, norms and the rotary table
         inner._build_fused_kv_buffers()
+        for name, tensor in held.items():
+            setattr(inner, name, tensor.copy_(getattr(inner, name)))
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from nemo_rl.models.automodel.setup import (
 from nemo_rl.models.automodel.train import DraftTraining, PolicyTrainer
 from nemo_rl.models.policy.results import BatchResult
 from nemo_rl.weight_sync.checksum import tensor_checksum, to_numpy
-from nemo_rl.weight_sync.interfaces import DRAFT_PREFIX, RefitManifest, RefitPayload, TensorInfo
+from nemo_rl.weight_sync.interfaces import RefitManifest, RefitPayload, TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,10 +116,10 @@ class DTensorPolicyWorkerV2:
             max_grad_norm=cfg.max_grad_norm,
         )
         self._draft = self._build_draft(model)
-        # With loss_weight 0 the draft is served and saved as it is.
+        # A static draft is served and saved as it is: no optimizer, no capture, no loss.
         draft = None
-        if self._draft is not None and cfg.draft.loss_weight > 0:
-            draft = DraftTraining(self._draft, self._build_draft_group(self._draft))
+        if self._draft is not None and not self._draft.spec.is_static:
+            draft = DraftTraining(self._draft, self._build_draft_group(self._draft), cfg.draft.train_every)
         self._trainer = PolicyTrainer(cfg, parallel, model, policy_group, draft=draft)
         self._reference = WeightSnapshot(model) if self._wants_reference else None
 
@@ -152,6 +152,7 @@ class DTensorPolicyWorkerV2:
             kwargs={"lr": DRAFT_LR[draft.spec.source], **kwargs},
             schedule=cfg.draft.scheduler,
             max_grad_norm=cfg.draft.max_grad_norm,
+            warmup_steps=cfg.draft.warmup_steps,
         )
 
     def shutdown(self) -> None:
@@ -191,9 +192,7 @@ class DTensorPolicyWorkerV2:
             self._trainer.train_batch(data.slice(start, start + part), loss_fn, step=step)
             for start in range(0, data.size, part)
         ]
-        for group in self._groups():
-            if group.scheduler is not None:
-                group.scheduler.step()
+        self._trainer.policy_group.step_schedule()
         return results
 
     def _groups(self) -> list[OptimizerGroup]:
@@ -234,12 +233,7 @@ class DTensorPolicyWorkerV2:
         """Names, shapes and dtypes that `gather_weights` sends, in the generation engines' precision."""
         precision = self._config.policy.generation.vllm_cfg.precision
         policy = {name: TensorInfo(shape, precision) for name, shape in checkpoint_layout(self._trainer.model).items()}
-        draft = {}
-        if self._draft is not None:
-            for name, info in self._draft.manifest().items():
-                dtype = precision if getattr(torch, info.dtype).is_floating_point else info.dtype
-                draft[name.removeprefix(DRAFT_PREFIX)] = TensorInfo(tuple(info.shape), dtype)
-        return RefitManifest(policy=policy, draft=draft)
+        return RefitManifest(policy=policy, draft={} if self._draft is None else self._draft.manifest())
 
     def gather_weights(self, version: int) -> RefitPayload | None:
         """Gather policy and draft tensor by tensor.
@@ -267,10 +261,8 @@ class DTensorPolicyWorkerV2:
         yield from checkpoint_tensors(self._trainer.model, dtype=dtype)
         if self._draft is not None:
             reshard(self._draft.module)
-            for name, tensor in self._draft.stream():
-                target = dtype if tensor.is_floating_point() else tensor.dtype
-                sent = tensor.detach().to(device="cpu", dtype=target, copy=True).contiguous()
-                yield DRAFT_PREFIX + name.removeprefix(DRAFT_PREFIX), sent
+            for name, tensor in self._draft.stream(self._trainer.model):
+                yield name, tensor.cpu()
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -290,7 +282,7 @@ class DTensorPolicyWorkerV2:
             raise RuntimeError("export_draft: this policy has no draft; set policy.draft.enabled=true.")
         self.prepare_for_training()
         reshard(self._draft.module)
-        self._draft.export(directory)
+        self._draft.export(directory, self._trainer.model)
 
     def export_hf(self, directory: str) -> None:
         """Write the policy as transformers and vLLM load it, in the generation precision."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.automodel.data import Microbatch, MicrobatchSpec, make_microbatch
-from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
+from nemo_rl.models.automodel.draft.adapters.base import Serving
+from nemo_rl.models.automodel.draft.architecture import Eagle3Architecture
 from nemo_rl.models.automodel.draft.builders import BuiltDraft
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.eagle3 import Eagle3Runtime
@@ -22,7 +23,7 @@ from tests.unit.models.automodel.draft.reference import Document, NaiveEagle3
 VOCAB, TARGET_LAYERS = 23, 5
 
 
-def make_arch(**changes) -> DraftArchitecture:
+def make_arch(**changes) -> Eagle3Architecture:
     """A tiny architecture whose head geometry is not hidden / heads, with more query than key heads."""
     base = {
         "layer_family": "llama",
@@ -44,10 +45,10 @@ def make_arch(**changes) -> DraftArchitecture:
         "fc_norm": False,
         "norm_output": False,
     }
-    return DraftArchitecture(**base | changes)
+    return Eagle3Architecture(**base | changes)
 
 
-def make_spec(arch: DraftArchitecture, *, ids: Sequence[int] | None = None, **changes) -> DraftSpec:
+def make_spec(arch: Eagle3Architecture, *, ids: Sequence[int] | None = None, **changes) -> DraftSpec:
     base = DraftSpec(
         algo="eagle3",
         architecture=arch,
@@ -58,12 +59,12 @@ def make_spec(arch: DraftArchitecture, *, ids: Sequence[int] | None = None, **ch
         dtype="float32",
         initializer_range=0.2,
         vocab_ids=None if ids is None else tuple(ids),
-        serving_method="eagle3",
+        serving=Serving("eagle3"),
     )
     return dataclasses.replace(base, **changes)
 
 
-def make_module(arch: DraftArchitecture, seed: int = 0) -> LlamaEagleDraft:
+def make_module(arch: Eagle3Architecture, seed: int = 0) -> LlamaEagleDraft:
     """Random matrices, norm weights around one (an identity norm would hide a skipped or doubled one)."""
     module = LlamaEagleDraft(arch)
     generator = torch.Generator().manual_seed(seed)
@@ -75,20 +76,25 @@ def make_module(arch: DraftArchitecture, seed: int = 0) -> LlamaEagleDraft:
 
 
 class StubPolicy(nn.Module):
-    """Holds the embedding that the draft reads; features and logits are given by the test."""
+    """Holds the embedding and head that the draft reads; features and logits are given by the test."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
         with torch.no_grad():
             self.embed.weight.normal_(generator=torch.Generator().manual_seed(77))
+            self.head.weight.normal_(generator=torch.Generator().manual_seed(78))
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed
 
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
 
 def make_runtime(
-    arch: DraftArchitecture, cfg: Eagle3DraftConfig, *, ids: Sequence[int] | None = None, seed: int = 0
+    arch: Eagle3Architecture, cfg: Eagle3DraftConfig, *, ids: Sequence[int] | None = None, seed: int = 0
 ) -> Eagle3Runtime:
     vocab = None if ids is None else VocabMap(tuple(ids), arch.vocab_size)
     built = BuiltDraft(make_module(arch, seed), vocab, None)
@@ -96,10 +102,10 @@ def make_runtime(
     return Eagle3Runtime(cfg, spec, built, device=torch.device("cpu"), dtype=torch.float32, seed=0)
 
 
-def make_documents(masks: Sequence[str], arch: DraftArchitecture, seed: int = 1) -> list[Document]:
+def make_documents(masks: Sequence[str], arch: Eagle3Architecture, seed: int = 1) -> list[Document]:
     """One document per mask; `1` = sampled."""
     g = torch.Generator().manual_seed(seed)
-    width = arch.fc_input_size
+    width = arch.feature_size
     return [
         Document(
             tokens=torch.randint(arch.vocab_size, (len(m),), generator=g).tolist(),
@@ -141,7 +147,7 @@ def give_features(runtime: Eagle3Runtime, mb: Microbatch, docs: Sequence[Documen
     """Put the documents' features where the capture would have, and return row logits; padding holds `padding`."""
     arch = runtime.spec.architecture
     shape = mb.input_ids.shape
-    features = torch.full((*shape, arch.fc_input_size), padding)
+    features = torch.full((*shape, arch.feature_size), padding)
     logits = torch.full((*shape, arch.vocab_size), padding)
     index = mb.sample_index.tolist()
     for r in range(shape[0]):

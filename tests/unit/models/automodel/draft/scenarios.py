@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.registry import build_draft_runtime, resolve_spec
+from tests.unit.models.automodel.draft.algorithms import K, config_for
 from tests.unit.models.automodel.draft.helpers import to_microbatch
 
 LENGTHS = (19, 6, 14, 9, 11, 3, 17, 8)
@@ -51,6 +51,7 @@ def draft_step(
     shard: bool = True,
     dtype: str = "float32",
     steps: int = 1,
+    algo: str = "eagle3",
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Optimizer steps on a policy with two heads of gradient: its own loss and the draft's.
@@ -72,10 +73,9 @@ def draft_step(
         for layer in policy.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(policy, mesh=mesh)
-    cfg = Eagle3DraftConfig(
-        enabled=True, ttt_steps=4, aux_layer_indices=[0, 1, 2], loss_chunk_size=16, **(settings or {})
-    )
-    spec = resolve_spec(cfg, policy_config=policy.config.to_dict(), k=3, max_model_len=64, dtype=dtype)
+    own = {"ttt_steps": 4} if algo == "eagle3" else {}
+    cfg = config_for(algo, loss_chunk_size=16, **own, **(settings or {}))
+    spec = resolve_spec(cfg, policy_config=policy.config.to_dict(), k=K, max_model_len=64, dtype=dtype)
     runtime = build_draft_runtime(cfg, spec, policy_model=policy, device="cpu", dtype=dtype, draft_dir=None, seed=1)
     if shard:
         runtime.parallelize(mesh)
@@ -87,11 +87,11 @@ def draft_step(
     with tempfile.TemporaryDirectory() as scratch:
         path = [str(Path(scratch) / "draft")]
         dist.broadcast_object_list(path)
-        runtime.export(path[0])
+        runtime.export(path[0], policy)
         dist.barrier()
         result["exported"] = sorted(p.name for p in Path(path[0]).iterdir())
         dist.barrier()
-    result["published"] = dict(runtime.stream())
+    result["published"] = dict(runtime.stream(policy))
     result["local_numel"] = sum(
         (p.to_local() if isinstance(p, DTensor) else p).numel() for p in runtime.module.parameters()
     )
@@ -142,7 +142,9 @@ def _full(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def policy_gradients(model_dir: str, *, with_draft: bool, policy_loss: bool = True) -> dict[str, Any]:
+def policy_gradients(
+    model_dir: str, *, with_draft: bool, policy_loss: bool = True, algo: str = "eagle3"
+) -> dict[str, Any]:
     """Gradients of an unsharded policy after one backward of policy loss plus draft loss."""
     policy = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa")
     batch = make_batch()
@@ -151,8 +153,8 @@ def policy_gradients(model_dir: str, *, with_draft: bool, policy_loss: bool = Tr
         logits = policy(input_ids=mb.input_ids, position_ids=mb.position_ids, use_cache=False).logits
         logits.float().log_softmax(-1)[..., 7].sum().backward()
         return {n: p.grad for n, p in policy.named_parameters()}
-    cfg = Eagle3DraftConfig(enabled=True, ttt_steps=3, aux_layer_indices=[0, 1, 2])
-    spec = resolve_spec(cfg, policy_config=policy.config.to_dict(), k=3, max_model_len=64, dtype="float32")
+    cfg = config_for(algo)
+    spec = resolve_spec(cfg, policy_config=policy.config.to_dict(), k=K, max_model_len=64, dtype="float32")
     runtime = build_draft_runtime(cfg, spec, policy_model=policy, device="cpu", dtype="float32", draft_dir=None, seed=1)
     runtime.begin_global_batch(batch, step=0, dp_group=None, policy_model=policy)
     with runtime.capture(policy):

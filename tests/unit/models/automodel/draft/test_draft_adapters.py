@@ -8,21 +8,13 @@ import json
 import pytest
 
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.models.automodel.draft.adapters import (
-    check_tensor_shapes,
-    flat_rope,
-    normalize_names,
-    read_config,
-    write_native_config,
-    write_speculators_config,
-)
-from nemo_rl.models.automodel.draft.architecture import (
-    DraftArchitecture,
-    frozen_tensor_shapes,
-    trained_tensor_shapes,
-)
+from nemo_rl.models.automodel.draft.adapters.eagle3 import Eagle3Adapter, write_speculators_config
+from nemo_rl.models.automodel.draft.adapters.fields import flat_rope
+from nemo_rl.models.automodel.draft.adapters.names import check_tensor_shapes, normalize_names
+from nemo_rl.models.automodel.draft.architecture import Eagle3Architecture
 from tests.unit.models.automodel.draft.helpers import make_arch
 
+ADAPTER = Eagle3Adapter()
 VARIANTS = [
     {},
     {"norm_before_residual": True, "norm_output": True, "fc_norm": True},
@@ -33,24 +25,24 @@ VARIANTS = [
 ]
 
 
-def _arch(raw) -> DraftArchitecture:
-    source = read_config(raw)
-    return DraftArchitecture(**source.fields, feature_ids=source.feature_ids)
+def _arch(raw) -> Eagle3Architecture:
+    source = ADAPTER.read_config(raw)
+    return Eagle3Architecture(**source.fields, feature_ids=source.feature_ids)
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda c: "-".join(c) or "plain")
 def test_native_config_round_trip(changes):
     arch = make_arch(**changes)
-    raw = json.loads(json.dumps(write_native_config(arch, dtype="float32", algo="eagle3")))
+    raw = json.loads(json.dumps(ADAPTER.write_config(arch, dtype="float32")))
     assert _arch(raw) == arch
-    assert write_native_config(_arch(raw), dtype="float32", algo="eagle3") == raw
+    assert ADAPTER.write_config(_arch(raw), dtype="float32") == raw
     ids = list(arch.feature_ids)
     assert raw["eagle_aux_hidden_state_layer_ids"] == raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
     assert raw["num_aux_hidden_states"] == len(ids)
     assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"]
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "head_dim", "draft_vocab_size"):
         assert raw[key] == getattr(arch, key)
-    assert not read_config(raw).is_norm_output_ambiguous
+    assert not ADAPTER.read_config(raw).is_norm_output_ambiguous
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda c: "-".join(c) or "plain")
@@ -63,7 +55,7 @@ def test_speculators_config_round_trip(changes):
             )
         )
     )
-    assert read_config(raw).publisher == "speculators"
+    assert ADAPTER.read_config(raw).publisher == "speculators"
     assert _arch(raw) == arch
 
 
@@ -79,11 +71,11 @@ def test_the_engine_reads_the_speculators_config_as_we_do():
     assert engine["architectures"] == ["Eagle3LlamaForCausalLM"]
     absent = {k: v for k, v in raw.items() if k != "norm_before_residual"}
     engine = configs.SpeculatorsConfig.extract_transformers_pre_trained_config(copy.deepcopy(absent))
-    assert engine["norm_before_residual"] is read_config(absent).fields["norm_before_residual"] is True
+    assert engine["norm_before_residual"] is ADAPTER.read_config(absent).fields["norm_before_residual"] is True
 
 
 def _native(**changes):
-    raw = write_native_config(make_arch(), dtype="float32", algo="eagle3")
+    raw = ADAPTER.write_config(make_arch(), dtype="float32")
     del raw["nemo_rl_draft"]
     raw |= changes
     return {k: v for k, v in raw.items() if v != "absent"}
@@ -117,19 +109,21 @@ def _native(**changes):
 )
 def test_configs_that_cannot_be_used_name_the_field(changes, match):
     with pytest.raises(ConfigError, match=f"policy.draft.model_name.*{match}"):
-        read_config(_native(**changes))
+        ADAPTER.read_config(_native(**changes))
 
 
 def test_ids_inside_eagle_config_alone_are_read():
     raw = _native(eagle_aux_hidden_state_layer_ids="absent")
-    assert read_config(raw).feature_ids == (1, 3)
+    assert ADAPTER.read_config(raw).feature_ids == (1, 3)
     raw = _native(eagle_aux_hidden_state_layer_ids="absent", eagle_config="absent")
-    assert read_config(raw).feature_ids is None
+    assert ADAPTER.read_config(raw).feature_ids is None
 
 
 def test_norm_output_of_a_foreign_native_draft_is_ambiguous():
-    assert read_config(_native(norm_output=True)).is_norm_output_ambiguous
-    assert not read_config(_native(norm_output=True, architectures=["LlamaEagle3DraftModel"])).is_norm_output_ambiguous
+    assert ADAPTER.read_config(_native(norm_output=True)).is_norm_output_ambiguous
+    assert not ADAPTER.read_config(
+        _native(norm_output=True, architectures=["LlamaEagle3DraftModel"])
+    ).is_norm_output_ambiguous
 
 
 @pytest.mark.parametrize(
@@ -165,7 +159,7 @@ def test_rope_schemas_become_one_flat_table(raw, expected):
     assert flat_rope(raw, key="k") == expected
 
 
-NAMES = [*sorted(trained_tensor_shapes(make_arch(draft_vocab_size=9))), "d2t", "t2d"]
+NAMES = [*sorted(make_arch(draft_vocab_size=9).trained_shapes()), "d2t", "t2d"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +194,7 @@ def test_fused_projections_are_refused(name):
 
 def test_every_difference_of_the_key_set_is_listed():
     arch = make_arch(draft_vocab_size=9)
-    good = {**trained_tensor_shapes(arch), **frozen_tensor_shapes(arch)}
+    good = {**arch.trained_shapes(), **arch.frozen_shapes()}
     check_tensor_shapes(good, arch)
     check_tensor_shapes({**good, "embed_tokens.weight": (23, 12)}, arch)
     check_tensor_shapes({k: v for k, v in good.items() if k not in ("lm_head.weight", "t2d")}, arch)

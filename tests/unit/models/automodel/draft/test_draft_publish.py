@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from nemo_rl.errors import CheckpointError, RefitError
 from nemo_rl.models.automodel.draft import publish
-from nemo_rl.models.automodel.draft.architecture import frozen_tensor_shapes, trained_tensor_shapes
 from nemo_rl.models.automodel.draft.builders import PolicyWeights, build_draft
 from nemo_rl.models.automodel.draft.checkpoint import check_meta, load_weights
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.eagle3 import Eagle3Runtime
-from nemo_rl.models.automodel.draft.models.llama_eagle import LlamaEagleDraft, RopeFrequencies
+from nemo_rl.models.automodel.draft.models.layers import RopeFrequencies
+from nemo_rl.models.automodel.draft.models.llama_eagle import LlamaEagleDraft
 from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS, _load, resolve_spec
 from tests.unit.models.automodel.draft.helpers import (
     TARGET_LAYERS,
@@ -46,7 +46,8 @@ POLICY = {
 
 def _weights(seed=0, dtype=torch.float32):
     g = torch.Generator().manual_seed(seed)
-    return PolicyWeights(torch.randn(VOCAB, 12, generator=g).to(dtype), torch.rand(12, generator=g).to(dtype) + 0.5)
+    head = torch.randn(VOCAB, 12, generator=g).to(dtype)
+    return PolicyWeights(head, None, torch.rand(12, generator=g).to(dtype) + 0.5)
 
 
 def _build(spec, *, weights=None, draft_dir=None, seed=0, trust_pickle=False):
@@ -100,7 +101,7 @@ def test_a_trained_head_is_never_bit_equal_to_the_policys(dtype):
 
 
 def test_padded_vocabulary_rows_are_left_out():
-    padded = PolicyWeights(torch.cat([_weights().head, torch.full((9, 12), 7.0)]), None)
+    padded = PolicyWeights(torch.cat([_weights().head, torch.full((9, 12), 7.0)]), None, None)
     built = _build(make_spec(make_arch()), weights=padded)
     assert built.module.lm_head.weight.shape == (VOCAB, 12)
     assert torch.equal(built.module.norm.weight, torch.ones(12))
@@ -110,7 +111,7 @@ def test_padded_vocabulary_rows_are_left_out():
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_key_dialects_load_to_equal_weights(tmp_path, dialect, prefix):
     runtime = make_runtime(make_arch(draft_vocab_size=4), CFG, ids=IDS)
-    runtime.export(str(tmp_path))
+    runtime.export(str(tmp_path), StubPolicy())
     tensors = {
         (n if n in ("d2t", "t2d", "lm_head.weight") else prefix + n.replace("layers.0.", dialect)): t
         for n, t in load_file(tmp_path / "model.safetensors").items()
@@ -124,7 +125,7 @@ def test_key_dialects_load_to_equal_weights(tmp_path, dialect, prefix):
 
 def test_an_absent_head_is_made_from_the_policy_and_a_copied_embedding_is_ignored(tmp_path):
     runtime = make_runtime(make_arch(draft_vocab_size=4), CFG, ids=IDS)
-    runtime.export(str(tmp_path))
+    runtime.export(str(tmp_path), StubPolicy())
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]
     tensors["embed_tokens.weight"] = torch.zeros(VOCAB, 12)
@@ -147,7 +148,7 @@ def test_an_absent_head_is_made_from_the_policy_and_a_copied_embedding_is_ignore
 )
 def test_bad_tensors_stop_the_build(tmp_path, change, match):
     runtime = make_runtime(make_arch(draft_vocab_size=4), CFG, ids=IDS)
-    runtime.export(str(tmp_path))
+    runtime.export(str(tmp_path), StubPolicy())
     tensors = {n: t.clone() for n, t in load_file(tmp_path / "model.safetensors").items()}
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -158,7 +159,7 @@ def test_bad_tensors_stop_the_build(tmp_path, change, match):
 
 def test_a_truncated_file_is_named(tmp_path):
     runtime = make_runtime(make_arch(), CFG)
-    runtime.export(str(tmp_path))
+    runtime.export(str(tmp_path), StubPolicy())
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=rf"{file}: is truncated"):
@@ -187,10 +188,10 @@ def test_trained_published_and_exported_sets_are_one(tmp_path, algo, changes):
     assert _load(DRAFT_ALGORITHMS[algo].runtime).contract == (True, False)
     runtime = make_runtime(make_arch(**changes), CFG)
     trained = {n for n, p in runtime.module.named_parameters() if p.requires_grad}
-    streamed = dict(runtime.stream())
+    streamed = dict(runtime.stream(StubPolicy()))
     assert trained == set(runtime.manifest()) == set(runtime.spec.trained_names)
     assert {f"draft.{n}" for n in trained} == set(streamed)
-    runtime.export(str(tmp_path))
+    runtime.export(str(tmp_path), StubPolicy())
     assert set(load_file(tmp_path / "model.safetensors")) == trained
     for name, info in runtime.manifest().items():
         assert tuple(streamed[f"draft.{name}"].shape) == info.shape
@@ -203,24 +204,24 @@ def test_trained_published_and_exported_sets_are_one(tmp_path, algo, changes):
 def test_every_published_tensor_moves_in_training():
     arch = make_arch(fc_norm=True, num_hidden_layers=2)
     runtime = make_runtime(arch, CFG)
-    before = {n: t.clone() for n, t in runtime.stream()}
+    before = {n: t.clone() for n, t in runtime.stream(StubPolicy())}
     optimizer = torch.optim.SGD(runtime.param_group()["params"], lr=0.1)
     run_step(runtime, make_documents(["0011111"], arch), [[0]])
     optimizer.step()
-    for name, tensor in runtime.stream():
+    for name, tensor in runtime.stream(StubPolicy()):
         assert not torch.equal(tensor, before[name]), name
 
 
 def test_published_tensors_share_no_memory_and_have_the_serving_dtype():
     runtime = make_runtime(make_arch(), CFG)
     runtime.spec = dataclasses.replace(runtime.spec, dtype="bfloat16")
-    for name, tensor in runtime.stream():
+    for name, tensor in runtime.stream(StubPolicy()):
         assert tensor.dtype == torch.bfloat16
         assert tensor.is_contiguous()
         tensor.zero_()
         assert runtime.module.get_parameter(name.removeprefix("draft.")).abs().sum() > 0
     runtime.spec = dataclasses.replace(runtime.spec, dtype="float32")
-    dict(runtime.stream())["draft.fc.weight"].zero_()
+    dict(runtime.stream(StubPolicy()))["draft.fc.weight"].zero_()
     assert runtime.module.fc.weight.abs().sum() > 0
 
 
@@ -228,7 +229,7 @@ def test_a_non_finite_tensor_is_not_published():
     runtime = make_runtime(make_arch(), CFG)
     runtime.module.fc.weight.data[0, 0] = float("inf")
     with pytest.raises(RefitError, match=r"draft.fc.weight: holds NaN or infinity"):
-        list(runtime.stream())
+        list(runtime.stream(StubPolicy()))
 
 
 def test_a_contract_that_lies_is_refused():
@@ -255,17 +256,17 @@ def test_export_load_export_is_byte_identical(tmp_path, ids, dtype):
     runtime = make_runtime(arch, CFG, ids=ids)
     runtime.spec = dataclasses.replace(runtime.spec, dtype=dtype)
     first, second = tmp_path / "a", tmp_path / "b"
-    runtime.export(str(first))
+    runtime.export(str(first), StubPolicy())
     cfg = Eagle3DraftConfig(enabled=True, ttt_steps=3, model_name=str(first))
     spec = resolve_spec(cfg, policy_config=POLICY, k=2, max_model_len=64, dtype=dtype)
     assert spec.architecture == arch
     built = _build(spec, draft_dir=str(first))
     again = Eagle3Runtime(cfg, spec, built, device=torch.device("cpu"), dtype=torch.float32, seed=0)
-    again.export(str(second))
+    again.export(str(second), StubPolicy())
     for name in ("config.json", "model.safetensors", "draft_meta.json"):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     tensors = load_file(first / "model.safetensors")
-    assert set(tensors) == {*trained_tensor_shapes(arch), *frozen_tensor_shapes(arch)}
+    assert set(tensors) == {*arch.trained_shapes(), *arch.frozen_shapes()}
     assert tensors["fc.weight"].dtype == getattr(torch, dtype)
     if ids is not None:
         assert tensors["d2t"].tolist() == [v - i for i, v in enumerate(ids)]
@@ -277,7 +278,7 @@ def test_a_draft_of_another_width_exports_its_own_embedding(tmp_path):
     arch = make_arch(hidden_size=8)
     runtime = make_runtime(arch, CFG)
     runtime._own_embedding = torch.randn(VOCAB, 8)
-    runtime.export(str(tmp_path))
+    runtime.export(str(tmp_path), StubPolicy())
     spec = resolve_spec(
         Eagle3DraftConfig(enabled=True, ttt_steps=3, model_name=str(tmp_path)),
         policy_config=POLICY,
@@ -329,7 +330,7 @@ def test_resume_refuses_another_vocabulary_or_set_of_tensors():
 
 def test_metadata_names_every_field_that_differs(tmp_path):
     runtime = make_runtime(make_arch(draft_vocab_size=4), CFG, ids=IDS)
-    runtime.export(str(tmp_path))
+    runtime.export(str(tmp_path), StubPolicy())
     check_meta(tmp_path, runtime.spec, runtime._vocab)
     assert set(load_weights(tmp_path, runtime.spec, runtime._vocab)) == set(runtime.spec.trained_names)
     other = make_runtime(make_arch(draft_vocab_size=4, head_dim=16, norm_output=True), CFG, ids=[1, 2, 3, 4])
@@ -357,7 +358,7 @@ def test_metadata_names_every_field_that_differs(tmp_path):
 
 def test_an_exported_draft_loads_into_a_running_module(tmp_path):
     one, two = make_runtime(make_arch(), CFG), make_runtime(make_arch(), CFG, seed=3)
-    one.export(str(tmp_path))
+    one.export(str(tmp_path), StubPolicy())
     two.load_export(str(tmp_path))
     assert torch.equal(one.module.fc.weight, two.module.fc.weight)
 
@@ -366,7 +367,7 @@ def test_an_unwritable_directory_is_named(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
     with pytest.raises(CheckpointError, match=rf"{blocker}/draft: the draft could not be written"):
-        make_runtime(make_arch(), CFG).export(str(blocker / "draft"))
+        make_runtime(make_arch(), CFG).export(str(blocker / "draft"), StubPolicy())
 
 
 # -- rope ------------------------------------------------------------------------------------------------------------
@@ -417,7 +418,7 @@ def test_tables_equal_those_of_the_policys_own_rotary_module(table):
 
 
 def test_a_partial_factor_leaves_the_other_channels_alone():
-    from nemo_rl.models.automodel.draft.models.llama_eagle import rotate
+    from nemo_rl.models.automodel.draft.models.layers import rotate
 
     arch = make_arch(head_dim=16, rope={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
     x = torch.randn(3, 2, 16)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.draft import metrics
+from nemo_rl.models.automodel.draft.adapters.eagle3 import Eagle3Adapter
 from nemo_rl.models.automodel.draft.checkpoint import save_draft
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
-from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS, resolve_spec
+from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS, adapter_of, resolve_spec
 from nemo_rl.models.automodel.draft.vocab import VocabMap
 from tests.unit.models.automodel.draft.helpers import VOCAB, make_arch, make_module, make_spec
 
@@ -142,7 +143,8 @@ def stored(tmp_path):
         save_draft(
             tmp_path,
             make_spec(arch, ids=ids),
-            trained=dict(make_module(arch).named_parameters()),
+            config=Eagle3Adapter().write_config(arch, dtype="float32"),
+            published=dict(make_module(arch).named_parameters()),
             vocab=vocab,
             embedding=embedding,
         )
@@ -325,8 +327,9 @@ def test_each_algorithm_of_the_table_is_whole(algo):
 
     entry = DRAFT_ALGORITHMS[algo]
     assert entry.config.model_fields["algo"].default == algo
+    assert _load(entry.runtime).adapter.algo == algo
     assert entry.config.serving_methods
-    assert callable(_load(entry.resolver))
+    assert adapter_of(algo).algo == algo
     assert issubclass(_load(entry.runtime), _DraftRuntimeBase)
 
 
@@ -334,7 +337,7 @@ def test_an_unknown_algorithm_lists_the_known_ones():
     class Other(Eagle3DraftConfig):
         algo: str = "eagle9"
 
-    with pytest.raises(ConfigError, match=r"policy.draft.algo: got 'eagle9'; must be one of \['eagle3'\]"):
+    with pytest.raises(ConfigError, match=r"policy.draft.algo: got 'eagle9'; must be one of .*'eagle3'"):
         resolve_spec(Other(), policy_config=POLICY, k=1, max_model_len=8, dtype="float32")
 
 

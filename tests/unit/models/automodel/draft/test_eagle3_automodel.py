@@ -71,7 +71,7 @@ def test_loss_gradients_and_prefix_hits_equal_automodels_trainer(changes):
     batch = to_batch(docs)
     ids = batch["input_ids"]
     attention = (torch.arange(ids.shape[1])[None] < batch["input_lengths"][:, None]).long()
-    features = torch.zeros(*ids.shape, arch.fc_input_size)
+    features = torch.zeros(*ids.shape, arch.feature_size)
     logits = torch.zeros(*ids.shape, arch.vocab_size)
     for i, doc in enumerate(docs):
         features[i, : len(doc.tokens)] = doc.features

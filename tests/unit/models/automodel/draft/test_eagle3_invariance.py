@@ -84,8 +84,8 @@ def test_a_document_does_not_see_its_neighbour(canonical):
         original = runtime._metrics
 
         def spy(plan, loss, stats):
-            document = mb.doc_ids.flatten()[plan.feature_rows[plan.unroll.active_rows[plan.slot]]]
-            order = (plan.depth * 1000 + plan.slot)[document == 1].argsort()
+            document = mb.doc_ids.flatten()[plan.feature_rows[plan.unroll.active_rows[plan.table.slot]]]
+            order = (plan.table.depth * 1000 + plan.table.slot)[document == 1].argsort()
             rows["stats"] = stats[document == 1][order]
             return original(plan, loss, stats)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
-from nemo_rl.models.automodel.draft.eagle3 import plan_rows
 from nemo_rl.models.automodel.draft.runtime import charged_depths
+from nemo_rl.models.automodel.draft.unroll import plan_rows
 from tests.unit.models.automodel.draft.helpers import make_arch, make_documents, make_runtime, run_step
 
 
@@ -36,8 +36,8 @@ def test_six_token_table():
     u = plan.unroll
     starts = torch.tensor([0, *u.num_active]).cumsum(0)
     rows = []
-    for e in range(plan.depth.numel()):
-        k, i = int(plan.depth[e]), int(plan.slot[e])
+    for e in range(plan.table.depth.numel()):
+        k, i = int(plan.table.depth[e]), int(plan.table.slot[e])
         assert int(u.element_rows[e]) == int(starts[k]) + i
         row = int(u.active_rows[i])
         token = u.trunk_tokens[row] if k == 0 else u.depth_tokens[k - 1][i]
@@ -52,7 +52,7 @@ def test_six_token_table():
         (1, 2, 4, 3, 4, 5),
         (2, 1, 4, 3, 4, 5),
     ]
-    assert plan.counts == (3, 2, 1)
+    assert plan.table.chains.sum(0).tolist() == [3, 2, 1]
     # Context: trunk rows 0..3; slot 4 predicts nothing and nothing sees it.
     assert plan.feature_rows.tolist() == [0, 1, 2, 3]
     assert charged.sum((1, 2)).tolist() == [3, 2, 1]
@@ -82,7 +82,7 @@ def test_charged_slots(mask, rule, expected):
 def test_chains_do_not_cross_documents_or_padding():
     plan, charged = _plan("0111" + "0111" + "..".replace(".", "0"), depths=3, docs="0000" + "1111" + "..")
     assert [row.nonzero()[:, 1].tolist() for row in charged] == [[0, 1, 4, 5], [0, 4], []]
-    assert plan.counts == (4, 2, 0)
+    assert plan.table.chains.sum(0).tolist() == [4, 2, 0]
     assert plan.unroll.num_active == (4, 2)
     # Each document's queries see the keys of that document only.
     layout = plan.unroll.layout

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.automodel.draft.capture import FeatureCapture
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
-from nemo_rl.models.automodel.draft.eagle3 import Eagle3Runtime, plan_rows
+from nemo_rl.models.automodel.draft.eagle3 import Eagle3Runtime
 from nemo_rl.models.automodel.draft.models.llama_eagle import UnrollInputs
 from nemo_rl.models.automodel.draft.registry import build_draft_runtime, resolve_spec
 from nemo_rl.models.automodel.draft.runtime import charged_depths
+from nemo_rl.models.automodel.draft.unroll import plan_rows
 from tests.tiny_models import write_tiny_policy
 
 K = 7

@@ -1,0 +1,152 @@
+"""The torch-free half of a draft algorithm: what its draft looks like, in configuration, in files and in the engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
+from nemo_rl.models.automodel.draft.config import DraftConfigBase
+
+__all__ = ["K_KEY", "DraftAdapter", "Serving", "SourceConfig"]
+
+K_KEY = "policy.generation.vllm_kwargs.speculative_config.num_speculative_tokens"
+
+ConfigT = TypeVar("ConfigT", bound=DraftConfigBase)
+ArchT = TypeVar("ArchT", bound=DraftArchitecture)
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """What a checkpoint's config.json says, before the user's settings are merged in.
+
+    Attributes:
+        publisher: `native`, `nemo_rl` (our own export), `automodel` or `speculators`.
+        fields: arguments of the algorithm's architecture other than `feature_ids`.
+        feature_ids: canonical ids, or None when the file does not say.
+        num_features: features that the file counts, or None.
+        is_norm_output_ambiguous: the file turns `norm_output` on and publishers differ about its meaning.
+    """
+
+    publisher: str
+    fields: Mapping[str, Any]
+    feature_ids: tuple[int, ...] | None
+    num_features: int | None = None
+    is_norm_output_ambiguous: bool = False
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How an engine runs the draft.
+
+    Attributes:
+        method: `speculative_config.method`.
+        options: further entries of `speculative_config`.
+        extension: `module:function` that the engine process calls first, where the engine has no path of its own.
+    """
+
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    extension: str | None = None
+
+
+class DraftAdapter(ABC, Generic[ConfigT, ArchT]):
+    """What an algorithm's draft is: one stateless object per algorithm, read by driver, workers and engine."""
+
+    algo: ClassVar[str]
+    """Name of the algorithm."""
+
+    architecture: ClassVar[type[DraftArchitecture]]
+    """Class of its drafts' shapes."""
+
+    default_num_layers: ClassVar[int] = 1
+    """Decoder layers of a new draft whose configuration names no number."""
+
+    switches: ClassVar[Mapping[str, Any]] = {}
+    """Fields of configuration and architecture alike, with the value of a new draft where the configuration has null.
+    A loaded draft keeps its file's values; a configuration that names another is refused."""
+
+    layer_family: ClassVar[Literal["llama", "qwen3"]] = "llama"
+    """Family of a new draft's layers."""
+
+    depth_key: ClassVar[str] = ""
+    """Field of the configuration that bounds K."""
+
+    @abstractmethod
+    def default_feature_ids(self, num_layers: int) -> tuple[int, ...]:
+        """Canonical feature ids of a new draft whose configuration names none.
+
+        Args:
+            num_layers: decoder layers of the policy.
+
+        Raises:
+            ConfigError: the policy has too few layers for the default.
+        """
+
+    def new_fields(self, cfg: ConfigT, *, policy: Mapping[str, Any], k: int | None) -> dict[str, Any]:
+        """Arguments of the architecture of a new draft beyond geometry, features and switches.
+
+        Args:
+            cfg: `policy.draft`.
+            policy: config.json of the policy (of its text part).
+            k: tokens proposed per step; None = the draft is not served.
+        """
+        return {}
+
+    @abstractmethod
+    def read_config(self, raw: Mapping[str, Any]) -> SourceConfig:
+        """Recognise the publisher of a draft and read its config.json.
+
+        Args:
+            raw: the parsed file.
+
+        Raises:
+            ConfigError: another algorithm's draft, or one that this program or the engine cannot run.
+        """
+
+    def check_source(self, cfg: ConfigT, source: SourceConfig) -> None:
+        """Refuse what the file leaves open and the configuration does not settle."""
+
+    def loaded_fields(self, cfg: ConfigT, source: SourceConfig) -> dict[str, Any]:
+        """Arguments of the architecture of a loaded draft other than its features: the file's, or what `cfg` may change.
+
+        Args:
+            cfg: `policy.draft`.
+            source: what the file says; `check_source` accepted it.
+        """
+        return dict(source.fields)
+
+    @abstractmethod
+    def check(self, cfg: ConfigT, arch: ArchT, *, policy: Mapping[str, Any], k: int | None) -> None:
+        """Refuse what contradicts itself or cannot be served: K, placeholder token, head types.
+
+        Args:
+            cfg: `policy.draft`.
+            arch: what was decided.
+            policy: config.json of the policy (of its text part).
+            k: tokens proposed per step; None = the draft is not served.
+        """
+
+    @abstractmethod
+    def max_num_speculative_tokens(self, cfg: ConfigT, arch: ArchT) -> int | None:
+        """Largest K that the draft is trained to propose; None = no limit."""
+
+    @abstractmethod
+    def write_config(self, arch: ArchT, *, dtype: str) -> dict[str, Any]:
+        """The config.json of an export: every field explicit, no reader's default relied upon.
+
+        Args:
+            arch: the draft.
+            dtype: of the weights beside it.
+        """
+
+    @abstractmethod
+    def serving(self, arch: ArchT, *, device: str | None) -> Serving:
+        """How the engine runs the draft.
+
+        Args:
+            arch: the draft.
+            device: `cpu` or `cuda`; None = not known yet, treated as `cuda`.
+        """

@@ -1,0 +1,113 @@
+"""EAGLE-1 drafts in the flat layout of the original authors, which the engine loads unchanged.
+
+EAGLE-2 has no format of its own: it is the same draft under another way of proposing, which the engine does not have.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nemo_rl.errors import ConfigError
+from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Serving, SourceConfig
+from nemo_rl.models.automodel.draft.adapters.fields import (
+    EXPORT_MARK,
+    KEY,
+    kept_extra,
+    read_geometry,
+    written_geometry,
+)
+from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, Eagle1Architecture
+from nemo_rl.models.automodel.draft.config import Eagle1DraftConfig
+
+__all__ = ["Eagle1Adapter"]
+
+_LOG = logging.getLogger(__name__)
+_ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
+_KNOWN = frozenset({"bias", "fc_bias", "qkv_bias", "logit_scale"})
+"""`bias` and `fc_bias` speak of the projection's bias, which its tensor decides about; the engine would take `bias` for
+that of the attention, so it is not written back."""
+
+
+class Eagle1Adapter(DraftAdapter[Eagle1DraftConfig, Eagle1Architecture]):
+    """See the module docstring."""
+
+    algo: ClassVar[str] = "eagle1"
+    architecture: ClassVar[type[DraftArchitecture]] = Eagle1Architecture
+
+    def default_feature_ids(self, num_layers: int) -> tuple[int, ...]:
+        """None: the draft reads the final state."""
+        return ()
+
+    def read_config(self, raw: Mapping[str, Any]) -> SourceConfig:
+        """Recognise the layout and read its config.json."""
+        architectures = raw.get("architectures")
+        name = architectures[0] if isinstance(architectures, list) and architectures else None
+        if name == "LlamaEagleDraftModel":
+            raise ConfigError(
+                f"{KEY}: the draft was made by nemo_automodel, whose EAGLE-1 norms the first layer's input and the "
+                "output; the engine has no such norms and cannot serve it. Use another draft, or null for a new one."
+            )
+        if name not in _ARCHITECTURES or raw.get("model_type") != "llama" or "speculators_model_type" in raw:
+            raise ConfigError(
+                f"{KEY}: its config.json has architectures {architectures!r} and model_type {raw.get('model_type')!r}"
+                f"{_kind(raw)}; an eagle1 draft has architectures {[_ARCHITECTURES[0]]} and model_type llama. The "
+                "directory holds a draft of another algorithm (its name goes to policy.draft.algo), or no draft."
+            )
+        if raw.get("qkv_bias"):
+            raise ConfigError(f"{KEY}: qkv_bias is true; drafts with biases are not supported. Use another draft.")
+        if raw.get("logit_scale", 1.0) != 1.0:
+            raise ConfigError(
+                f"{KEY}: logit_scale is {raw['logit_scale']}; the draft's logits are those of the policy's head as it "
+                "is. Remove the key."
+            )
+        return SourceConfig(
+            publisher="nemo_rl" if EXPORT_MARK in raw else "native",
+            fields=read_geometry(raw, "llama") | {"extra": kept_extra(raw, _KNOWN)},
+            feature_ids=None,
+        )
+
+    def check(
+        self, cfg: Eagle1DraftConfig, arch: Eagle1Architecture, *, policy: Mapping[str, Any], k: int | None
+    ) -> None:
+        """The head is the policy's, so the draft has its width and its vocabulary."""
+        if arch.hidden_size != arch.target_hidden_size:
+            raise ConfigError(
+                f"{KEY}: the draft has hidden_size {arch.hidden_size} and target_hidden_size {arch.target_hidden_size}; "
+                "an eagle1 draft predicts the policy's state, so they must be equal. Use another draft."
+            )
+        if arch.has_vocab_map:
+            raise ConfigError(
+                f"policy.draft.draft_vocab_size: got {arch.draft_vocab_size}; an eagle1 draft uses the policy's head, "
+                f"so it proposes all {arch.vocab_size} ids. Remove the key, or use a draft without a reduced vocabulary."
+            )
+        if not cfg.hidden_loss_weight and not cfg.token_loss_weight:
+            raise ConfigError(
+                "policy.draft.hidden_loss_weight: got 0 beside token_loss_weight 0, which leaves nothing to learn. "
+                "Raise one, or set policy.draft.static: true to serve a draft without training it."
+            )
+        if cfg.algo != self.algo:
+            _LOG.warning(
+                "policy.draft.algo: %s is trained and served as %s; the engine proposes one chain of tokens, not a "
+                "tree of them",
+                cfg.algo,
+                self.algo,
+            )
+
+    def max_num_speculative_tokens(self, cfg: Eagle1DraftConfig, arch: Eagle1Architecture) -> int | None:
+        """No limit: the draft reads its own output."""
+        return cfg.max_num_speculative_tokens
+
+    def write_config(self, arch: Eagle1Architecture, *, dtype: str) -> dict[str, Any]:
+        """The native layout."""
+        return written_geometry(arch, dtype=dtype, algo=self.algo) | {"architectures": [_ARCHITECTURES[0]]}
+
+    def serving(self, arch: Eagle1Architecture, *, device: str | None) -> Serving:
+        """The engine's own method."""
+        return Serving("eagle")
+
+
+def _kind(raw: Mapping[str, Any]) -> str:
+    kind = raw.get("speculators_model_type")
+    return "" if kind is None else f", speculators_model_type {kind!r}"

@@ -1,0 +1,99 @@
+"""Tensor names of every publisher -> one set of names, and whether a set of tensors is the draft that it says it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nemo_rl.errors import CheckpointError
+from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
+
+__all__ = ["NormalizedNames", "check_tensor_shapes", "normalize_names"]
+
+
+@dataclass(frozen=True)
+class NormalizedNames:
+    """Tensor names of a checkpoint in canonical form.
+
+    Attributes:
+        canonical: canonical name to name as stored.
+        dropped: names as stored that are derived or belong to the target.
+    """
+
+    canonical: Mapping[str, str]
+    dropped: tuple[str, ...] = field(default=())
+
+
+_WRAPPER_PREFIXES = ("draft.", "module.", "eagle_module.", "model.")
+_NESTED_HEAD = ("logit_head.prefix_gru.", "logit_head.embed_proj.")
+_DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+_TARGET_OWNED = ("verifier_lm_head.weight", "verifier_norm.weight")
+_FUSED = ("qkv_proj", "gate_up_proj", "linear_qkv")
+
+
+def normalize_names(names: Iterable[str]) -> NormalizedNames:
+    """Map the dialects of every publisher to one set of names.
+
+    Worked example: `draft.model.midlayer.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.weight`.
+
+    Args:
+        names: as stored.
+    """
+    canonical: dict[str, str] = {}
+    dropped = []
+    for stored in names:
+        name = stored
+        while name.startswith(_WRAPPER_PREFIXES):
+            name = name.split(".", 1)[1]
+        if name.startswith("midlayer."):
+            name = "layers.0." + name.removeprefix("midlayer.")
+        if name in ("draft_id_to_target_id", "d2t.weight"):
+            name = "d2t"
+        if name.startswith(_NESTED_HEAD):
+            name = name.removeprefix("logit_head.")
+        if name.endswith(_DERIVED_SUFFIXES) or name in _TARGET_OWNED:
+            dropped.append(stored)
+            continue
+        if any(part in name for part in _FUSED):
+            raise CheckpointError(
+                f"tensor {stored} is fused; whether its rows are grouped by head or by kind is not recorded. Export "
+                "the draft with separate q/k/v and gate/up projections."
+            )
+        if name in canonical:
+            raise CheckpointError(
+                f"tensors {canonical[name]} and {stored} are the same one, {name}. Remove one of them."
+            )
+        canonical[name] = stored
+    return NormalizedNames(canonical, tuple(dropped))
+
+
+def check_tensor_shapes(shapes: Mapping[str, Sequence[int]], arch: DraftArchitecture) -> None:
+    """Check canonical names and shapes against what the architecture consists of; list every difference.
+
+    May be absent: what the policy's own tensor can stand in for, a table that can be rebuilt. May be present without
+    being used: copies of the policy's embedding and head, the tables of an identity map.
+
+    Args:
+        shapes: canonical name to shape.
+        arch: the draft.
+    """
+    needed = arch.published_shapes() | arch.frozen_shapes()
+    tables = {"d2t": (arch.draft_vocab_size,), "t2d": (arch.vocab_size,)}
+    allowed = {**arch.ignored_shapes(), **tables, **needed}
+    missing = sorted(needed.keys() - arch.optional_names() - tables.keys() - shapes.keys())
+    unexpected = sorted(shapes.keys() - allowed.keys())
+    wrong = [
+        f"{name} has shape {list(shape)}, {list(allowed[name])} needed"
+        for name, shape in sorted(shapes.items())
+        if name in allowed and tuple(shape) != allowed[name]
+    ]
+    if "mask_hidden" in unexpected:
+        raise CheckpointError(
+            "holds mask_hidden: it proposes in parallel, policy.draft.algo names another algorithm. Set that to the "
+            "draft's."
+        )
+    problems = [f"{len(missing)} missing: {missing}"] if missing else []
+    problems += [f"{len(unexpected)} unexpected: {unexpected}"] if unexpected else []
+    problems += wrong
+    if problems:
+        raise CheckpointError("tensors do not fit its config.json: " + "; ".join(problems) + ".")
