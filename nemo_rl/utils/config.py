@@ -22,7 +22,7 @@ from nemo_rl.algorithms.config import MasterConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.utils.config_messages import explain, join_problems, structural_problems
 from nemo_rl.utils.config_overrides import apply_override
-from nemo_rl.utils.config_schema import resolve
+from nemo_rl.utils.config_schema import DISCRIMINATOR, resolve
 from nemo_rl.utils.yaml_reader import parse_yaml
 
 REPLACE_MARKER = "_override_"
@@ -45,7 +45,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, An
         ConfigError: A file is missing or malformed, an override cannot apply, an interpolation cannot be resolved.
     """
     tree = load_tree(path)
-    for text in overrides:
+    # Which class a section is decides which keys it has, so that comes first in whatever order it is given.
+    for text in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(f".{DISCRIMINATOR}")):
         apply_override(tree, text)
     return resolve(tree)
 

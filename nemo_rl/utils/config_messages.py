@@ -20,7 +20,7 @@ from nemo_rl.utils.config_schema import (
     section_at,
     sibling_classes,
 )
-from nemo_rl.utils.schema import ConfigConflicts
+from nemo_rl.utils.schema import ConfigConflicts, ConfigModel
 
 _STRUCTURAL_ERRORS = {"extra_forbidden", "missing", "model_type", "model_attributes_type"}
 
@@ -126,7 +126,8 @@ def unknown_key(name: str, schema: Any, node: Any, *, prefix: str, where: str = 
         The message from "got" on, without that word.
     """
     section = section_at(schema, node)
-    reason = section.reason_to_refuse(name) if hasattr(section, "reason_to_refuse") else None
+    is_section = isinstance(section, type) and issubclass(section, ConfigModel)
+    reason = section.reason_to_refuse(name) if is_section else None
     if reason is not None:
         return f"an option that does not exist here; must be absent: {reason} Remove the key."
     owners = [cls for cls in sibling_classes(schema) if name in key_names(cls)]
@@ -137,8 +138,7 @@ def unknown_key(name: str, schema: Any, node: Any, *, prefix: str, where: str = 
             f"an option of another {DISCRIMINATOR}; {prefix}.{DISCRIMINATOR} is {chosen!r}, and {name} belongs to "
             f"{names}. Remove the key, or set {prefix}.{DISCRIMINATOR} to one that has it."
         )
-    names_here = key_names(section) if schema is not None else []
-    return f"an unknown key{where}; {nearest_name(name, names_here, prefix=prefix)}"
+    return f"an unknown key{where}; {nearest_name(name, key_names(section), prefix=prefix)}"
 
 
 def nearest_name(name: str, names: list[str], *, prefix: str) -> str:

@@ -11,7 +11,9 @@ validated configuration never holds one.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -38,6 +40,18 @@ class ConfigModel(BaseModel):
         protected_namespaces=(),
         validate_default=True,
     )
+
+    refused_keys: ClassVar[Mapping[str, str]] = {}
+    """Patterns of keys that other programs have, each with a sentence that says why they do not exist here."""
+
+    @classmethod
+    def reason_to_refuse(cls, key: str) -> str | None:
+        """Why a key does not exist in this section; None = it is just unknown.
+
+        Args:
+            key: Its last part.
+        """
+        return next((reason for pattern, reason in cls.refused_keys.items() if fnmatchcase(key, pattern)), None)
 
 
 class ConfigConflicts(ConfigError):

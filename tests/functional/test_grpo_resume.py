@@ -24,28 +24,6 @@ pytestmark = pytest.mark.timeout(1800)
 START_TIMEOUT_S = 240
 
 
-@pytest.fixture(scope="module")
-def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("models") / "tiny"
-    subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tools/make_tiny_policy.py"),
-            "--out",
-            str(out),
-            "--steps",
-            "120",
-            # More threads than free cores spin for each other: another file's engine runs beside this.
-            "--threads",
-            "1",
-        ],
-        check=True,
-        timeout=900,
-        cwd=ROOT,
-    )
-    return out
-
-
 def command(policy: Path, run_dir: Path) -> list[str]:
     return [
         sys.executable,

@@ -45,6 +45,7 @@ def main() -> None:
             engine.build(
                 speculative_config=draft.speculative_config(model_dir=directory) if has_draft else None,
                 trained_draft_tensors=tuple(policy.refit_manifest().draft),
+                draft_extension=draft.serving_extension if has_draft else None,
             )
             engines[name] = engine
         gather: dict[str, list[float]] = {name: [] for name in policies}

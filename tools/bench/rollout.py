@@ -61,7 +61,11 @@ def main() -> None:
             seed=0,
         )
         spec = draft.speculative_config(model_dir=str(draft_dir))
-        worker.build(speculative_config=None if k is None else spec | {"num_speculative_tokens": k})
+        assert spec is not None, "the recipe's draft is not served (policy.draft.serve: false)"
+        worker.build(
+            speculative_config=None if k is None else spec | {"num_speculative_tokens": k},
+            draft_extension=None if k is None else draft.serving_extension,
+        )
         return worker
 
     ks = args.k or [cfg.policy.generation.num_speculative_tokens]

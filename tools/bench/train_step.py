@@ -46,8 +46,7 @@ def main() -> None:
     updates = cfg.policy.train_global_batch_size // cfg.policy.smallest_train_batch_size
     print(draft.describe())
     print(
-        f"{batch.size} samples, {tokens} tokens, {cfg.policy.draft.ttt_steps} depths, "
-        f"{updates} draft update(s) per step"
+        f"{batch.size} samples, {tokens} tokens, K = {draft.num_speculative_tokens}, {updates} draft update(s) per step"
     )
     print(f"policy alone {without:.3f} s, with draft {with_draft:.3f} s per step (median of {args.turns})")
     print(

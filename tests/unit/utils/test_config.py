@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.automodel.draft.config import DefaultDraftConfig
+from nemo_rl.models.automodel.draft.config import DefaultDraftConfig, DraftConfig, DraftConfigBase
 from nemo_rl.utils.config import build_master_config, load_config, load_tree, to_dict
+from nemo_rl.utils.config_schema import discriminator_values, sibling_classes
 
 MINIMAL: dict[str, Any] = {"policy": {"model_name": "some/model"}}
 
@@ -309,44 +309,72 @@ def test_configuration_is_frozen() -> None:
         cfg.grpo.seed = 3
 
 
-SECOND_DRAFT_CLASS = """
-from typing import Annotated, ClassVar, Literal
-from pydantic import Field
-import nemo_rl.models.automodel.draft.config as draft
-
-class Other(draft.DraftConfigBase):
-    serving_methods: ClassVar[tuple[str, ...]] = ("other",)
-    algo: Literal["other"] = "other"
-    num_depths: int = 8
-
-draft.DraftConfig = Annotated[draft.DefaultDraftConfig | Other, Field(discriminator="algo")]
-
-from nemo_rl.errors import ConfigError
-from nemo_rl.utils.config import build_master_config
-
-def show(**section):
-    try:
-        cfg = build_master_config({"policy": {"model_name": "m", "draft": section}}).policy.draft
-        print(type(cfg).__name__, getattr(cfg, "num_depths", None))
-    except ConfigError as err:
-        print(str(err).split(". ")[0])
-
-show()
-show(enabled=False, algo="other")
-show(algo="other", num_depths=3)
-show(algo="other", ttt_steps=3)
-show(algo="othr")
-show(algo="other", num_depth=3)
-"""
+DRAFT_CLASSES = sibling_classes(DraftConfig)
 
 
-def test_a_second_draft_class_is_told_apart_by_algo() -> None:
-    # A new interpreter: the schema reads the union when it is imported.
-    done = subprocess.run([sys.executable, "-c", SECOND_DRAFT_CLASS], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == f"{DefaultDraftConfig.__name__} None"
-    assert lines[1:3] == ["Other 8", "Other 3"]
-    assert lines[3].startswith("policy.draft.ttt_steps: got an unknown key; valid names here: algo, ")
-    assert lines[4].startswith("policy.draft.algo: got 'othr'; must be one of 'eagle3', 'other'")
-    assert lines[5] == "policy.draft.num_depth: got an unknown key; the nearest valid name is policy.draft.num_depths"
+@pytest.mark.parametrize("cls", DRAFT_CLASSES, ids=lambda cls: cls.__name__)
+def test_algo_chooses_the_class_of_the_draft(cls: type[DraftConfigBase]) -> None:
+    for algo in discriminator_values(cls):
+        draft = build_master_config({"policy": {"model_name": "m", "draft": {"algo": algo}}}).policy.draft
+        assert type(draft) is cls
+        assert draft.algo == algo
+
+
+def test_a_draft_without_algo_is_the_default_one() -> None:
+    assert type(build_master_config({"policy": {"model_name": "m", "draft": {"seed": 3}}}).policy.draft) is (
+        DefaultDraftConfig
+    )
+    assert "policy.draft.algo: got 'othr'; must be one of 'eagle3', " in problem(
+        {"policy": {"model_name": "m", "draft": {"algo": "othr"}}}
+    )
+
+
+@pytest.mark.parametrize("cls", DRAFT_CLASSES, ids=lambda cls: cls.__name__)
+def test_an_option_of_another_algorithm_names_its_owners(cls: type[DraftConfigBase]) -> None:
+    """Every option of every algorithm, given to every other one that lacks it."""
+    foreign = {key for other in DRAFT_CLASSES for key in other.model_fields} - cls.model_fields.keys()
+    assert foreign
+    algo = discriminator_values(cls)[0]
+    text = problem({"policy": {"model_name": "m", "draft": {"algo": algo, **dict.fromkeys(foreign, 1)}}})
+    lines = {line.split(":")[0].split(".")[-1]: line for line in text.splitlines() if "got an option" in line}
+    assert lines.keys() == foreign
+    for key, line in lines.items():
+        assert f"{key}: got an option of another algo; policy.draft.algo is '{algo}', and {key} belongs to" in line
+        named = set(re.findall(r"'(\w+)'", line.split("belongs to")[1].split(".")[0]))
+        owners = [other for other in DRAFT_CLASSES if key in other.model_fields]
+        assert named == {value for other in owners for value in discriminator_values(other)}
+        assert "Remove the key, or set policy.draft.algo" in line
+
+
+def test_an_option_of_another_algorithm_on_the_command_line(base_file: Path) -> None:
+    with pytest.raises(ConfigError, match="ttt_steps belongs to 'eagle3'"):
+        load_config(base_file, ["policy.draft.ttt_steps=3", "policy.draft.algo=peagle"])
+    with pytest.raises(ConfigError, match="num_depths belongs to 'peagle'"):
+        load_config(base_file, ["policy.draft.num_depths=3"])
+
+
+def test_the_algorithm_may_stand_behind_its_options(base_file: Path) -> None:
+    tree = load_config(base_file, ["policy.draft.num_depths=3", "policy.draft.algo=peagle"])
+    assert build_master_config(tree).policy.draft.num_depths == 3
+
+
+def test_a_misspelt_option_is_no_option_of_another_algorithm() -> None:
+    text = problem({"policy": {"model_name": "m", "draft": {"algo": "peagle", "num_depth": 3}}})
+    assert text.startswith("policy.draft.num_depth: got an unknown key; the nearest valid name is ")
+
+
+@pytest.mark.parametrize(
+    "key", ["total_token", "total_tokens", "depth", "top_k", "eagle_topk", "threshold", "tree_choices"]
+)
+@pytest.mark.parametrize("algo", ["eagle2", "eagle3", "dflash"])
+def test_options_of_a_draft_tree_are_refused_with_the_reason(key: str, algo: str) -> None:
+    text = problem({"policy": {"model_name": "m", "draft": {"algo": algo, key: 4}}})
+    assert text.startswith(f"policy.draft.{key}: got an option that does not exist here; must be absent: the engine")
+    assert "no draft tree" in text
+    assert "Remove the key" in text
+
+
+def test_a_refused_key_is_no_field_of_any_section() -> None:
+    """A pattern that matches a field would only hide that the field exists."""
+    fields = {key for cls in DRAFT_CLASSES for key in cls.model_fields}
+    assert {key for key in fields if DraftConfigBase.reason_to_refuse(key)} == set()

@@ -11,6 +11,13 @@ from nemo_rl.utils.run_summary import summarize
 METRICS = {
     "train/reward": 0.4567,
     "vllm/spec_acceptance_length": 2.871,
+    "vllm/spec_acceptance_rate_pos_0": 0.904,
+    "vllm/spec_acceptance_rate_pos_1": 0.612,
+    "vllm/spec_acceptance_rate_pos_2": 0.355,
+    "train/draft_replayed_acceptance_length": 2.868,
+    "train/draft_replayed_acceptance_1": 0.903,
+    "train/draft_replayed_acceptance_2": 0.611,
+    "train/draft_replayed_acceptance_3": 0.354,
     "performance/rollout_tokens_per_sec": 1234.5,
     "timing/train/total_step_time": 10.0,
     "timing/train/generation": 4.5,
@@ -22,7 +29,8 @@ METRICS = {
     "train/num_skipped_updates": 0.0,
 }
 LINE = (
-    "step  7/20  reward 0.457  accept 2.87/4  1,234 tok/s  10.0s (gen 45% train 40% refit  5%)  draft 1.234  refit v7 ✓"
+    "step  7/20  reward 0.457  accept 2.87/4 (90/61/36%)  trainer 2.87 (90/61/35%)  1,234 tok/s  "
+    "10.0s (gen 45% train 40% refit  5%)  draft 1.234  refit v7 ✓"
 )
 
 
@@ -50,6 +58,13 @@ def test_what_was_not_measured_is_left_out() -> None:
     console, buffer = plain_output()
     RunProgress(total_steps=5, console=console).step(1, {"train/reward": 0.5})
     assert buffer.getvalue() == "step 1/5  reward 0.500\n"
+
+
+def test_a_draft_without_a_replay_and_with_one_depth_shows_what_it_knows() -> None:
+    console, buffer = plain_output()
+    metrics = {"vllm/spec_acceptance_length": 1.8, "vllm/spec_acceptance_rate_pos_0": 0.8}
+    RunProgress(total_steps=5, console=console).step(1, metrics | {"train/draft_prefix_greedy_1": 0.79})
+    assert buffer.getvalue() == "step 1/5  accept 1.80 (80%)  trainer (79%)\n"
 
 
 def test_trouble_is_shown() -> None:

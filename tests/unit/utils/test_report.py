@@ -194,11 +194,57 @@ def test_position_curves_are_those_of_the_first_middle_and_last_step() -> None:
     plots = {plot.name: plot for plot in draw_plots(metric_table(9, with_draft=True), num_speculative_tokens=3)}
     _, axes = plots["acceptance_per_position"].figure.axes
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert set(lines) == {"1", "5", "9", "9, replayed"}
+    assert set(lines) == {"1", "5", "9", "9, trainer"}
     for step in (1, 5, 9):
         expected = [step_metrics(step, with_draft=True)[f"vllm/spec_acceptance_rate_pos_{i}"] for i in range(3)]
         assert lines[str(step)].get_ydata().tolist() == expected
         assert lines[str(step)].get_xdata().tolist() == [1, 2, 3]
+
+
+def test_trainer_curves_stand_beside_the_engines_at_every_position() -> None:
+    plots = {plot.name: plot for plot in draw_plots(metric_table(9, with_draft=True), num_speculative_tokens=3)}
+    over_steps, _ = plots["acceptance_per_position"].figure.axes
+    dotted = [line for line in over_steps.get_lines() if line.get_linestyle() == ":"]
+    assert len(dotted) == 3
+    for position, line in enumerate(dotted, start=1):
+        expected = [
+            step_metrics(step, with_draft=True)[f"train/draft_replayed_acceptance_{position}"] for step in range(1, 10)
+        ]
+        assert line.get_ydata().tolist() == expected
+    assert over_steps.get_legend().get_title().get_text() == "draft position (dotted: trainer)"
+    assert [text.get_text() for text in over_steps.get_legend().get_texts()] == ["1", "2", "3"]
+
+
+def without_replay(table: MetricTable, *, depths: int) -> MetricTable:
+    """A draft whose training cannot follow the engine, but expects something for its first depths."""
+    kept = {name: values for name, values in table.items() if "replayed" not in name}
+    expected = {f"train/draft_prefix_greedy_{j}": {3: 0.5 / j, 6: 0.6 / j} for j in range(1, depths + 1)}
+    if depths == 3:
+        expected["train/draft_expected_acceptance_length"] = {3: 1.9, 6: 2.1}
+    return kept | expected
+
+
+@pytest.mark.parametrize("depths", [1, 3])
+def test_without_a_replay_the_expectation_is_drawn_as_far_as_it_goes(depths: int) -> None:
+    table = without_replay(metric_table(9, with_draft=True), depths=depths)
+    plots = {plot.name: plot for plot in draw_plots(table, num_speculative_tokens=3)}
+    _, by_position = plots["acceptance_per_position"].figure.axes
+    lines = {line.get_label(): line for line in by_position.get_lines()}
+    # The last step in which the draft was trained, so that both sides are of one draft.
+    assert set(lines) == {"1", "5", "6", "6, trainer"}
+    assert lines["6, trainer"].get_ydata().tolist() == [0.6 / j for j in range(1, depths + 1)]
+    labels = {line.get_label() for line in plots["acceptance_length"].figure.axes[0].get_lines()}
+    assert ("expected in training" in labels) == (depths == 3)
+    assert "replayed in training" not in labels
+
+
+def test_speculation_without_a_trained_draft_shows_the_engine_alone() -> None:
+    table = {name: values for name, values in metric_table(5, with_draft=True).items() if "train/draft" not in name}
+    plots = {plot.name: plot for plot in draw_plots(table, num_speculative_tokens=3)}
+    assert "draft_loss" not in plots
+    over_steps, by_position = plots["acceptance_per_position"].figure.axes
+    assert over_steps.get_legend().get_title().get_text() == "draft position"
+    assert {line.get_label() for line in by_position.get_lines()} == {"1", "3", "5"}
 
 
 def test_time_split_bars_stack_up_to_the_step() -> None:

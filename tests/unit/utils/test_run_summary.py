@@ -57,6 +57,9 @@ def test_lines_say_every_figure() -> None:
         {
             "train/reward": series(0.35, 0.9),
             "vllm/spec_acceptance_length": series(1.0, 3.5),
+            "vllm/spec_acceptance_rate_pos_0": series(0.0, 0.9),
+            "train/draft_replayed_acceptance_length": series(1.0, 3.4),
+            "train/draft_replayed_acceptance_1": series(0.0, 0.86),
             "train/draft_loss": series(6.0, 0.5),
             "refit/verified": series(1.0, 1.0),
             "performance/rollout_tokens_per_sec": series(900.0, 1900.0),
@@ -70,12 +73,34 @@ def test_lines_say_every_figure() -> None:
         "steps": "2 (last = mean of the last 2)",
         "reward": "0.350 -> 0.625",
         "acceptance length": "1.00 -> 2.25 of 4",
+        "acceptance at the end": "engine 2.25 (45%), trainer 2.20 (43%)",
         "draft loss": "6.000 -> 3.250",
         "refits verified": "2/2",
         "rollout tokens/s": "900 -> 1,400",
-        "decoding probe": "plain 722 tokens/s -> with draft 1,180 tokens/s = 1.63x",
+        "decoding probe": "plain 722 tokens/s -> speculative 1,180 tokens/s = 1.63x",
         "wall time": "1:02:03",
     }
+
+
+def test_both_sides_of_acceptance_are_those_of_the_same_last_steps() -> None:
+    """The draft is trained in every other step, so the engine's own last steps are not all comparable."""
+    engine = series(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    trainer = {1: 0.1, 3: 0.25, 5: 0.45}
+    summary = summarize({"vllm/spec_acceptance_rate_pos_0": engine, "train/draft_prefix_greedy_1": trainer})
+    assert summary.engine_acceptance.rates == (pytest.approx((0.1 + 0.3 + 0.5) / 3),)
+    assert summary.trainer_acceptance.rates == (pytest.approx((0.1 + 0.25 + 0.45) / 3),)
+
+
+def test_acceptance_without_a_trained_draft_is_the_engines_alone() -> None:
+    rates = {"vllm/spec_acceptance_rate_pos_0": series(0.5, 0.7), "vllm/spec_acceptance_length": series(1.5, 1.7)}
+    summary = summarize(rates, num_speculative_tokens=2)
+    assert summary.trainer_acceptance is None
+    assert dict(summary.lines(arrow="->"))["acceptance at the end"] == "engine 1.60 (60%)"
+
+
+def test_a_run_without_speculation_has_no_acceptance() -> None:
+    names = [name for name, _ in summarize({"train/reward": series(0.5)}).lines(arrow="->")]
+    assert not any("acceptance" in name for name in names)
 
 
 def test_time_split_adds_up_to_the_step() -> None:

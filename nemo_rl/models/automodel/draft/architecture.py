@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -118,6 +118,18 @@ class DraftArchitecture(ABC):
     def ignored_shapes(self) -> Shapes:
         """Tensors that a checkpoint may hold without their being read: copies of the policy's."""
         return {EMBEDDING: (self.vocab_size, self.hidden_size)}
+
+    def zero_shapes(self) -> Shapes:
+        """Tensors that a checkpoint may hold if they are zero throughout, for the engine leaves them out."""
+        return {}
+
+    def refusal(self, names: Collection[str]) -> str | None:
+        """Why a checkpoint that holds these tensors cannot be used, where it is worth a sentence of its own.
+
+        Args:
+            names: canonical names of all its tensors.
+        """
+        return None
 
     def wide_names(self) -> frozenset[str]:
         """Tensors that the engine keeps in float32 whatever its dtype is."""
@@ -232,6 +244,22 @@ class Eagle1Architecture(DraftArchitecture):
         for i in range(self.num_hidden_layers):
             shapes |= self._layer_shapes(i, input_width=hidden, has_input_norm=i > 0)
         return shapes
+
+    def zero_shapes(self) -> Shapes:
+        """The projection's bias, with which the original authors' code makes it."""
+        return {"fc.bias": (self.hidden_size,)}
+
+    def refusal(self, names: Collection[str]) -> str | None:
+        """EAGLE-3 norms what it reads; some EAGLE-1 trainers add norms that the engine has no place for."""
+        if "layers.0.hidden_norm.weight" in names:
+            return "holds layers.0.hidden_norm.weight: it is an EAGLE-3 draft. Set policy.draft.algo to eagle3."
+        norms = [name for name in ("layers.0.input_layernorm.weight", "norm.weight") if name in names]
+        if not norms:
+            return None
+        return (
+            f"holds {norms}: the engine's EAGLE-1 has no norm before its first layer and none behind its last, so it "
+            "cannot serve the draft. Use one trained without them."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,8 @@ BlockConfigT = TypeVar("BlockConfigT", bound=BlockDraftConfigBase)
 def charged_anchors(sampled: Tensor, doc_ids: Tensor, *, num_predicted: int) -> Tensor:
     """Which predictions of which anchors are supervised.
 
-    The j-th prediction of anchor a is that of slot a - 1 at depth j - 1 in `charged_depths`: both say that x[a] .. x[a +
-    j] were sampled. The first token of a document is no anchor: there is no feature before it.
+    The j-th prediction of anchor a is that of slot a - 1 at depth j - 1 in `charged_depths`: both say that all of
+    x[a] .. x[a + j] were sampled. The first token of a document is no anchor: there is no feature before it.
 
     Worked example, mask 0 0 1 1 1 1 (x0..x5)::
 
@@ -313,9 +313,7 @@ class BlockRuntime(_DraftRuntimeBase[BlockConfigT]):
         """
         return common
 
-    def _extra_metrics(
-        self, plan: BlockPlan, table: ElementTable, weights: Tensor, output: BlockLossOutput
-    ) -> Metrics:
+    def _extra_metrics(self, plan: BlockPlan, table: ElementTable, weights: Tensor, output: BlockLossOutput) -> Metrics:
         """Pairs beyond those of every draft.
 
         Args:

@@ -218,7 +218,7 @@ def _unfold(folded: Tensor, rows: slice) -> Tensor:
 
 
 def _hidden_rows(layout: BlockLayout, tile: Tile) -> Tensor:
-    """bool [m, u], True = the query does not see the row."""
+    """Bool [m, u], True = the query does not see the row."""
     stops = layout.stop_rows[tile.first_query : tile.stop_query]
     return torch.arange(tile.first_row, tile.stop_row, device=stops.device) >= stops[:, None]
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.automodel.draft.adapters.names import check_tensor_shapes, normalize_names
+from nemo_rl.models.automodel.draft.adapters.names import check_tensor_shapes, check_zeros, normalize_names
 from nemo_rl.models.automodel.draft.architecture import EMBEDDING, HEAD, DraftArchitecture
 from nemo_rl.models.automodel.draft.capture import embedding_weight, find_final_norm, full_tensor, head_weight
 from nemo_rl.models.automodel.draft.models.layers import DraftModule
@@ -213,8 +213,10 @@ def load_tensors(directory: Path, arch: DraftArchitecture, *, trust_pickle: bool
         names = normalize_names(stored)
         tensors = {name: stored[original] for name, original in names.canonical.items()}
         check_tensor_shapes({name: tuple(t.shape) for name, t in tensors.items()}, arch)
+        check_zeros({name: not bool(tensors[name].any()) for name in arch.zero_shapes() if name in tensors})
     except CheckpointError as err:
         raise CheckpointError(f"{directory}: {err}") from err
+    tensors = {name: t for name, t in tensors.items() if name not in arch.zero_shapes()}
     bad = sorted(name for name, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all()))
     if bad:
         raise CheckpointError(f"{directory}: {len(bad)} tensors hold NaN or infinity: {bad}. Use another checkpoint.")

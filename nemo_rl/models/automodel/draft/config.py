@@ -7,7 +7,6 @@ to the `DraftConfig` union at the end of this file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
@@ -45,9 +44,9 @@ class DraftConfigBase(ConfigModel):
     """Values of the engine's `speculative_config.method` that serve this algorithm."""
 
     refused_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("total_token*", "depth", "top_k", "threshold", "tree_*", "*_tree"), _NO_TREE
+        ("total_token*", "depth", "top_k", "*topk", "threshold", "tree_*", "*_tree"), _NO_TREE
     )
-    """Patterns of keys that other programs have, with the reason why they mean nothing here."""
+    """See `ConfigModel.refused_keys`."""
 
     enabled: bool = False
     """Train a draft beside the policy, and let the engine propose tokens with it."""
@@ -127,16 +126,6 @@ class DraftConfigBase(ConfigModel):
         if value is not None and list(value) != sorted(set(value)):
             raise ValueError("must be strictly increasing; the engine sorts the ids and drops repeated ones")
         return value
-
-    @classmethod
-    def reason_to_refuse(cls, key: str) -> str | None:
-        """Why a key that looks like an option of drafts means nothing here; None = nothing is known of it.
-
-        Args:
-            key: its last part.
-        """
-        matches = (reason for pattern, reason in cls.refused_keys.items() if fnmatchcase(key, pattern))
-        return next(matches, None)
 
     @property
     def max_num_speculative_tokens(self) -> int | None:

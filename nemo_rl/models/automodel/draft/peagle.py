@@ -1,7 +1,7 @@
 """P-EAGLE: which chains are trained, their inputs, loss and metrics.
 
-Every supervised slot is trained at depth 0; deeper depths train fewer and fewer of them, drawn per document (conditional
-drop, see `sampling.draw_cod`). Chains stay inside their document, because supervision does.
+Every supervised slot is trained at depth 0; deeper depths train fewer and fewer of them, drawn per document
+(conditional drop, see `sampling.draw_cod`). Chains stay inside their document, because supervision does.
 
 Shape symbols: B samples, R rows, S row length, K depths, N trunk rows, n_k slots of a segment at depth k, E elements, V
 target ids. A slot is a position t of a row; at depth k it predicts token t+2+k.

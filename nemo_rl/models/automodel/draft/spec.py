@@ -13,11 +13,11 @@ from typing import Any, Literal
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.automodel.draft.adapters.base import K_KEY, DraftAdapter, Serving, SourceConfig
 from nemo_rl.models.automodel.draft.adapters.fields import feature_ids_from_layer_outputs, flat_rope
-from nemo_rl.models.automodel.draft.adapters.names import check_tensor_shapes, normalize_names
+from nemo_rl.models.automodel.draft.adapters.names import check_tensor_shapes, check_zeros, normalize_names
 from nemo_rl.models.automodel.draft.architecture import EMBEDDING, HEAD, DraftArchitecture
 from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
-from nemo_rl.models.automodel.draft.weight_files import WeightFiles, read_integers
+from nemo_rl.models.automodel.draft.weight_files import WeightFiles, is_zero, read_integers
 
 __all__ = ["DraftSpec", "read_vocabulary", "resolve_draft_spec"]
 
@@ -422,6 +422,7 @@ def _checked_weights(cfg: DraftConfigBase, arch: DraftArchitecture, files: Weigh
         names = normalize_names(files.tensors)
         stored = {name: files.tensors[original] for name, original in names.canonical.items()}
         check_tensor_shapes({name: t.shape for name, t in stored.items()}, arch)
+        check_zeros({name: is_zero(stored[name]) for name in arch.zero_shapes() if name in stored})
         tables = {name: read_integers(stored[name]) for name in ("d2t", "t2d") if name in stored}
         mapping = read_vocabulary(tables, arch)
     except (CheckpointError, VocabMapError) as err:

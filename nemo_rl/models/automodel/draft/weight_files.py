@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from nemo_rl.errors import CheckpointError
 
-__all__ = ["StoredTensor", "WeightFiles", "find_weight_files", "read_integers", "read_json"]
+__all__ = ["StoredTensor", "WeightFiles", "find_weight_files", "is_zero", "read_integers", "read_json"]
 
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_HEADER = 100 << 20
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGER_CODES = {"I64": "q", "I32": "i", "U8": "B", "BOOL": "B"}
 
 
@@ -138,3 +139,16 @@ def read_integers(tensor: StoredTensor) -> list[int]:
         file.seek(tensor.begin)
         values.frombytes(file.read(prod(tensor.shape) * values.itemsize))
     return values.tolist()
+
+
+def is_zero(tensor: StoredTensor) -> bool:
+    """Whether every value of a small float tensor is zero, of either sign."""
+    if tensor.dtype not in _FLOATS:
+        raise CheckpointError(f"{tensor.file}: a tensor has dtype {tensor.dtype}; must be one of {list(_FLOATS)}.")
+    size = _SIZES[tensor.dtype]
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.begin)
+        data = bytearray(file.read(prod(tensor.shape) * size))
+    # The sign is the highest bit of a value's last byte.
+    data[size - 1 :: size] = bytes(byte & 0x7F for byte in data[size - 1 :: size])
+    return not any(data)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 STOCK_RMS_NORM = _custom_ops.rms_norm
 
 
-def rms_norm(out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:  # noqa: A002
+def rms_norm(out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
     """Write the normalised input to `out`; takes the arguments of vLLM's function.
 
     Args:

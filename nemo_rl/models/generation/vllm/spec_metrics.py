@@ -24,6 +24,7 @@ class SpecCounters:
         num_accepted_tokens: Proposed tokens that were accepted.
         accepted_per_pos: Entry i counts the drafts whose token i was accepted; length K, or 0 before the first draft.
         num_decode_tokens: Response tokens behind the first one, which the prefill gives.
+        num_forwards: Steps of a request that gave them, with a proposal or without.
     """
 
     num_drafts: int = 0
@@ -31,6 +32,7 @@ class SpecCounters:
     num_accepted_tokens: int = 0
     accepted_per_pos: tuple[int, ...] = ()
     num_decode_tokens: int = 0
+    num_forwards: int = 0
 
     @classmethod
     def from_request(
@@ -53,12 +55,15 @@ class SpecCounters:
         if steps:
             emitted_before = 1 + sum(steps[:-1]) + len(steps[:-1])
             steps[-1] = min(steps[-1], max(0, num_response_tokens - emitted_before))
+        decoded = max(0, num_response_tokens - 1)
         return cls(
             num_drafts=len(steps),
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=sum(steps),
             accepted_per_pos=tuple(sum(step > i for step in steps) for i in range(k)),
-            num_decode_tokens=max(0, num_response_tokens - 1),
+            num_decode_tokens=decoded,
+            # Each step adds a token of its own to those accepted; the last one's may have been thrown away.
+            num_forwards=max(len(steps), decoded - sum(steps)),
         )
 
     def __add__(self, other: SpecCounters) -> SpecCounters:
@@ -79,6 +84,7 @@ class SpecCounters:
             num_accepted_tokens=self.num_accepted_tokens + sign * other.num_accepted_tokens,
             accepted_per_pos=tuple(a + sign * b for a, b in zip(mine, theirs, strict=True)),
             num_decode_tokens=self.num_decode_tokens + sign * other.num_decode_tokens,
+            num_forwards=self.num_forwards + sign * other.num_forwards,
         )
 
     @property
@@ -88,13 +94,12 @@ class SpecCounters:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Mean tokens per decoding step of a request, steps without a proposal included; 1.0 before the first.
+        """Mean response tokens per decoding step, steps without a proposal included; 1.0 before the first.
 
-        Equal to `acceptance_length` when every step has a proposal; of a method that finds one only now and then, this
-        is the figure to compare.
+        With a proposal in every step it is `acceptance_length` but for what the ends of responses cut off; of a method
+        that finds one only now and then, this is the figure to compare.
         """
-        forwards = self.num_decode_tokens - self.num_accepted_tokens
-        return self.num_decode_tokens / forwards if forwards > 0 else 1.0
+        return self.num_decode_tokens / self.num_forwards if self.num_forwards else 1.0
 
     @property
     def per_position_rates(self) -> tuple[float, ...]:

@@ -190,8 +190,9 @@ class VllmGenerationWorker:
             self._give_policy(plain, payload)
             rates: dict[str, list[float]] = {"speculative": [], "plain": []}
             for repeat in range(repeats + 1):
+                prompts = _with_other_seeds(data, repeat)
                 for kind, engine in (("speculative", speculative), ("plain", plain)):
-                    rate = self._timed_rate(engine, data, batch_size=batch_size)
+                    rate = self._timed_rate(engine, prompts, batch_size=batch_size)
                     if repeat:
                         rates[kind].append(rate)
         finally:
@@ -459,6 +460,13 @@ class VllmGenerationWorker:
             outputs = self._run(engine, data.slice(first, first + batch_size), greedy=False)
             tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         return tokens / (time.perf_counter() - start)
+
+
+def _with_other_seeds(data: BatchedDataDict, repeat: int) -> BatchedDataDict:
+    """The same prompts, sampled anew: a method that remembers responses must not be timed on ones that it has seen."""
+    if "seeds" not in data:
+        return data
+    return BatchedDataDict({**data, "seeds": data["seeds"] ^ repeat})
 
 
 def _send(engine: LLM, payload: RefitPayload) -> None:

@@ -110,7 +110,7 @@ class DraftAdapter(ABC, Generic[ConfigT, ArchT]):
         """Refuse what the file leaves open and the configuration does not settle."""
 
     def loaded_fields(self, cfg: ConfigT, source: SourceConfig) -> dict[str, Any]:
-        """Arguments of the architecture of a loaded draft other than its features: the file's, or what `cfg` may change.
+        """Arguments of the architecture of a loaded draft but its features: the file's, or what `cfg` may change.
 
         Args:
             cfg: `policy.draft`.

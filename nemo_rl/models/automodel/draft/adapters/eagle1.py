@@ -74,13 +74,13 @@ class Eagle1Adapter(DraftAdapter[Eagle1DraftConfig, Eagle1Architecture]):
         """The head is the policy's, so the draft has its width and its vocabulary."""
         if arch.hidden_size != arch.target_hidden_size:
             raise ConfigError(
-                f"{KEY}: the draft has hidden_size {arch.hidden_size} and target_hidden_size {arch.target_hidden_size}; "
-                "an eagle1 draft predicts the policy's state, so they must be equal. Use another draft."
+                f"{KEY}: hidden_size is {arch.hidden_size}, target_hidden_size {arch.target_hidden_size}; an eagle1 "
+                "draft predicts the policy's state, so they must be equal. Use another draft."
             )
         if arch.has_vocab_map:
             raise ConfigError(
-                f"policy.draft.draft_vocab_size: got {arch.draft_vocab_size}; an eagle1 draft uses the policy's head, "
-                f"so it proposes all {arch.vocab_size} ids. Remove the key, or use a draft without a reduced vocabulary."
+                f"policy.draft.draft_vocab_size: got {arch.draft_vocab_size}; an eagle1 draft uses the policy's head "
+                f"and proposes all {arch.vocab_size} ids. Remove the key, or use a draft without a reduced vocabulary."
             )
         if not cfg.hidden_loss_weight and not cfg.token_loss_weight:
             raise ConfigError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
 
-__all__ = ["NormalizedNames", "check_tensor_shapes", "normalize_names"]
+__all__ = ["NormalizedNames", "check_tensor_shapes", "check_zeros", "normalize_names"]
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,19 @@ def check_tensor_shapes(shapes: Mapping[str, Sequence[int]], arch: DraftArchitec
     """Check canonical names and shapes against what the architecture consists of; list every difference.
 
     May be absent: what the policy's own tensor can stand in for, a table that can be rebuilt. May be present without
-    being used: copies of the policy's embedding and head, the tables of an identity map.
+    being used: copies of the policy's embedding and head, the tables of an identity map, and, once their values were
+    checked, tensors of zeros.
 
     Args:
         shapes: canonical name to shape.
         arch: the draft.
     """
+    reason = arch.refusal(shapes.keys())
+    if reason is not None:
+        raise CheckpointError(reason)
     needed = arch.published_shapes() | arch.frozen_shapes()
     tables = {"d2t": (arch.draft_vocab_size,), "t2d": (arch.vocab_size,)}
-    allowed = {**arch.ignored_shapes(), **tables, **needed}
+    allowed = {**arch.ignored_shapes(), **arch.zero_shapes(), **tables, **needed}
     missing = sorted(needed.keys() - arch.optional_names() - tables.keys() - shapes.keys())
     unexpected = sorted(shapes.keys() - allowed.keys())
     wrong = [
@@ -97,3 +101,18 @@ def check_tensor_shapes(shapes: Mapping[str, Sequence[int]], arch: DraftArchitec
     problems += wrong
     if problems:
         raise CheckpointError("tensors do not fit its config.json: " + "; ".join(problems) + ".")
+
+
+def check_zeros(is_zero: Mapping[str, bool]) -> None:
+    """Refuse tensors that the engine leaves out although they say something.
+
+    Args:
+        is_zero: canonical name of each of the architecture's `zero_shapes` that the checkpoint holds -> whether all its
+            values are zero.
+    """
+    bad = sorted(name for name, value in is_zero.items() if not value)
+    if bad:
+        raise CheckpointError(
+            f"{bad} hold values other than zero. The engine leaves these tensors out, so it would serve another draft "
+            "than was trained. Use one trained without them."
+        )

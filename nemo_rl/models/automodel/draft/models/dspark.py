@@ -110,11 +110,9 @@ class DSparkDraft(BlockDraft):
         differed in this would reduce in different orders.
         """
         assert self.confidence_head is not None, "called for drafts that have one"
-        read = (
-            x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
-            for x in (states, embeds)
-        )
-        return self.confidence_head(*read)
+        if torch.is_grad_enabled():
+            states, embeds = (x if x.requires_grad else x.detach().requires_grad_() for x in (states, embeds))
+        return self.confidence_head(states, embeds).squeeze(-1)
 
     def element_loss(self, states: Tensor, inputs: BlockInputs) -> BlockLossOutput:
         """The terms, and in `extra` what the confidence head said and should have said of each element."""
@@ -214,11 +212,11 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(arch.hidden_size + (arch.markov_rank if self.reads_markov else 0), 1)
 
     def forward(self, states: Tensor, embeds: Tensor) -> Tensor:
-        """Logits of the acceptance, fp32 [E].
+        """Logits of the acceptance, fp32 [E, 1].
 
         Args:
             states: float [E, H], normed outputs of the predicting slots.
             embeds: float [E, r], `markov_w1` of the token before each predicted one.
         """
         features = torch.cat([states, embeds], dim=-1) if self.reads_markov else states
-        return self.proj(features.to(self.proj.weight.dtype)).squeeze(-1)
+        return self.proj(features.to(self.proj.weight.dtype))

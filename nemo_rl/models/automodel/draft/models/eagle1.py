@@ -1,11 +1,12 @@
 """The EAGLE-1 draft: from a token and the policy's final state before it, predict the next final state.
 
 `fc` projects [embedding; state] to the draft's width; the first layer's attention reads that un-normed, later layers
-norm their input; the last layer's output goes to the policy's head as it is, and is the state that the next depth reads.
+norm their input; the last layer's output goes to the policy's head as it is, and is the state that the next depth
+reads. Depth 0 alone is trained; the deeper ones are run, without gradients, for what is reported of them.
 
-Written anew rather than on nemo_automodel's `LlamaEagleDraftModel`, which norms the first layer's input and the output;
-the engine has neither norm and refuses such a checkpoint. Training is depth 0 alone; the deeper depths are run, without
-gradients, for what is reported of them.
+Written anew rather than on nemo_automodel's `LlamaEagleDraftModel`, which norms the first layer's input and the output
+(the engine has neither norm and refuses such a checkpoint), rounds RoPE frequencies with `.to(bfloat16)`, computes
+every position over a dense mask, and takes means over micro-batches.
 
 Shape symbols: N trunk rows, n_k active slots at depth k, e elements of one kind, H width, A query heads, d head width,
 V target ids, M rows of teacher logits.

@@ -144,8 +144,6 @@ class _Rows(NamedTuple):
 class PEagleDraft(FusedEagleDraft):
     """The module. Embedding, head and placeholder are its own parameters, trained like the layers."""
 
-    arch: PEagleArchitecture
-
     def __init__(self, arch: PEagleArchitecture) -> None:
         """Create the modules with uninitialised parameters.
 
@@ -153,6 +151,7 @@ class PEagleDraft(FusedEagleDraft):
             arch: the draft.
         """
         super().__init__(arch)
+        self.mask_token_id = arch.mask_token_id
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, arch.feature_size))
 
@@ -187,7 +186,7 @@ class PEagleDraft(FusedEagleDraft):
         """Normed outputs that the head reads, float [E, H], in the order of the plan's elements."""
         plan, dtype = inputs.plan, self.fc.weight.dtype
         # One look-up and one projection for all placeholders: their gradients are formed once.
-        embeds = self.embed_tokens(torch.cat([plan.tokens, plan.tokens.new_tensor([self.arch.mask_token_id])]))
+        embeds = self.embed_tokens(torch.cat([plan.tokens, plan.tokens.new_tensor([self.mask_token_id])]))
         placeholder = _Rows(self.fuse(self.mask_hidden.view(1, -1)), embeds[-1:])
         outputs: list[Tensor] = []
         history: list[list[KeysValues]] = []

@@ -94,6 +94,7 @@ class DominoDraft(DFlashQwen3ForCausalLM, sequential_head.SequentialHead):
     """logits of ordinal j = base logits of its slot, + embed_proj([slot, GRU(x_n .. token j-1)]) if j > P."""
 
     model_cls = DominoModel
+    model: Any
 
     @property
     def predicts_from_anchor(self) -> bool:

@@ -121,9 +121,9 @@ class SequentialProposer(DFlashProposer, metaclass=_AcceptsStock):
         if head is None:
             return super()._sample_draft_tokens(hidden_states, sampling_metadata)
         block = head.start_block(hidden_states.view(-1, k, hidden_states.shape[-1]))
-        columns = None  # target id of each draft id
-        if head.draft_id_to_target_id is not None:
-            columns = self.arange[: head.draft_id_to_target_id.shape[0]] + head.draft_id_to_target_id
+        columns, offsets = None, head.draft_id_to_target_id
+        if offsets is not None:  # the target id of each draft id
+            columns = torch.arange(offsets.shape[0], device=offsets.device) + offsets
         previous = self._anchors.long()
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
@@ -139,7 +139,8 @@ class SequentialProposer(DFlashProposer, metaclass=_AcceptsStock):
         return torch.stack(tokens, 1).flatten(), torch.stack(probs, 1).flatten(0, 1) if probs else None
 
     def _head(self) -> SequentialHead | None:
-        model = self.model.unwrap() if hasattr(self.model, "unwrap") else self.model
+        model: Any = self.model
+        model = model.unwrap() if hasattr(model, "unwrap") else model  # captured as CUDA graphs
         return model if isinstance(model, SequentialHead) else None
 
     @property

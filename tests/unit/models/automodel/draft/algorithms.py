@@ -36,8 +36,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "mask_token_id": MASK_TOKEN,
         "emb_dim": 16,
         "gru_hidden_dim": 24,
-        # The first update of a new draft would leave the correction alone.
+        # The first update of a new draft would leave the correction alone; every update has the same loss.
         "base_loss_weight": 0.5,
+        "base_loss_steps": 10**9,
     },
 }
 """Every candidate is drawn (full COD ratio, many anchors), so that the engine's walk can be replayed."""

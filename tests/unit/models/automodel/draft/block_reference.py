@@ -1,9 +1,9 @@
 """A naive trainer of block drafts: float64, one block and one slot at a time, no batching, no shared context.
 
-Written from the definition, not from the implementation: block at anchor a holds [x[a], MASK, ...] at positions a, a + 1,
-...; its slots see hidden_norm(fc(f[i])) of every i < a and the slots of their own block; the j-th prediction is read at
-slot j (or j - 1 when the anchor's own slot predicts), has label x[a + j] and teacher p[a + j - 1], and counts when all
-of x[a] .. x[a + j] were sampled.
+Written from the definition, not from the implementation: the block at anchor a holds [x[a], MASK, ...] at positions a,
+a + 1, ...; its slots see hidden_norm(fc(f[i])) of every i < a and the slots of their own block; the j-th prediction is
+read at slot j (or j - 1 when the anchor's own slot predicts), has label x[a + j] and teacher p[a + j - 1], and counts
+when all of x[a] .. x[a + j] were sampled.
 """
 
 from __future__ import annotations

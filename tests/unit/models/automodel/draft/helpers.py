@@ -158,7 +158,7 @@ def give_features(runtime: Eagle3Runtime, mb: Microbatch, docs: Sequence[Documen
                 features[r, s] = doc.features[int(mb.position_ids[r, s])]
                 logits[r, s] = doc.logits[int(mb.position_ids[r, s])]
     parts = features.split(arch.target_hidden_size, -1)
-    runtime._capture._captured = dict(zip(arch.feature_ids, parts, strict=True))
+    runtime._capture._captured = dict(zip(runtime._capture._ids, parts, strict=True))
     return logits
 
 

@@ -198,7 +198,9 @@ def test_rows_changed_after_planning_are_refused():
     run_step(runtime, docs, [[0, 1]])
     docs[1].sampled[3] = False
     mb = to_microbatch(to_batch(docs), [0, 1])
-    with pytest.raises(RuntimeError, match=r"sample 1: the micro-batch supervises \[1, 0, 0\].*planned with \[2, 1, 0\]"):
+    with pytest.raises(
+        RuntimeError, match=r"sample 1: the micro-batch supervises \[1, 0, 0\].*planned with \[2, 1, 0\]"
+    ):
         runtime.loss(mb, give_features(runtime, mb, docs))
 
 

@@ -7,8 +7,10 @@ The reference recomputes a proposal in float64 from the whole prefix, with hidde
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from vllm import ModelRegistry
+from vllm.v1.spec_decode.dflash import DFlashProposer
+from vllm.v1.worker import gpu_model_runner
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.errors import ConfigError
+from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.models.generation.vllm import weight_transfer
+from nemo_rl.models.generation.vllm.draft_extension import install_draft_extension
 from nemo_rl.models.generation.vllm.readback import ModelTensors
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorker, release_beside_another
 from tests.unit.models.generation.vllm import counting_models as counting
-from tests.unit.models.generation.vllm.conftest import generation_config, make_worker, prompts
+from tests.unit.models.generation.vllm.conftest import MAX_LEN, generation_config, make_worker, prompts
 
 H, HEADS, KV, HEAD_DIM, INTERMEDIATE = (
     counting.HIDDEN,
@@ -36,7 +44,6 @@ MASK_ID, LAYER_OUTPUTS = 319, (0, 2)
 TEMPERATURE = 1.3
 SERVING = "nemo_rl.models.automodel.draft.serving"
 DATA = prompts(5, seed=11)
-FAULTS = ("wrong_layer", "wrong_position", "wrong_masks", "wrong_previous", "wrong_uncorrected")
 
 Weights = dict[str, Tensor]
 
@@ -341,6 +348,8 @@ class Engine:
             last = kwargs["common_attn_metadata"].query_start_loc[1:] - 1 if last is None else last
             for i, request in enumerate(runner.input_batch.req_ids):
                 row = self._row(runner.requests[request].prompt_token_ids)
+                if row is None:
+                    continue
                 verified = int(kwargs["target_positions"][last[i]]) + 1
                 self.proposals.append(
                     Proposal(
@@ -392,8 +401,9 @@ class Engine:
         return sum(same) / len(same)
 
     @staticmethod
-    def _row(prompt: list[int]) -> int:
-        return next(row for row, ids in enumerate(DATA["input_ids"].tolist()) if ids[: len(prompt)] == prompt)
+    def _row(prompt: list[int]) -> int | None:
+        rows = enumerate(DATA["input_ids"].tolist())
+        return next((row for row, ids in rows if ids[: len(prompt)] == prompt), None)
 
 
 def model_runner(worker: VllmGenerationWorker) -> Any:
@@ -429,6 +439,126 @@ def test_greedy_proposals_are_the_references_and_tokens_the_policys(
     assert engine.run(coming=texts) == texts
     rates = (engine.worker.spec_counters() - before).per_position_rates
     assert 0.1 < min(rates) < max(rates) < 0.95, rates
-    print("agreement", engine.agreement(engine.reference(reference_model), texts), {f: engine.agreement(engine.reference(reference_model, **{f: 1}), texts) for f in FAULTS})
-    for c in (0, 1):
-        r = dataclasses.replace(engine.reference(reference_model))
+    assert len({token for p in engine.proposals for token in p.tokens}) > 10, "a constant chain would hide an error"
+    assert engine.agreement(engine.reference(reference_model), texts) == 1.0
+
+    # The comparison sees everything that a draft may be off by.
+    faults = ["wrong_layer", "wrong_position", "wrong_masks"]
+    faults += ["wrong_previous"] if engine.draft.head else []
+    faults += ["wrong_uncorrected"] if engine.draft.head == "domino" else []
+    for fault in faults:
+        assert engine.agreement(engine.reference(reference_model, **{fault: 1}), texts) < 0.9, fault
+
+    if engine.draft.head == "domino":  # the class reads the setting at every step
+        settings = engine.proposer.model.config.dflash_config
+        settings["pure_draft_prefix_len"] = 0
+        assert engine.run(coming=texts) == texts
+        settings["pure_draft_prefix_len"] = engine.draft.uncorrected
+        reference = engine.reference(reference_model, wrong_uncorrected=-engine.draft.uncorrected)
+        assert engine.agreement(reference, texts) == 1.0
+
+
+def test_sampled_decoding(engine: Engine, reference_model) -> None:
+    """The verifier gets the distribution that each draft token was drawn from, or none when all are the most likely."""
+    sampled = engine.run(greedy=False)
+    reference = engine.reference(reference_model)
+    if not engine.draft.samples_drafts:
+        assert all(p.probs is None for p in engine.proposals)
+        assert engine.agreement(reference, sampled) == 1.0
+        return
+    features = [reference.features(text) for text in sampled]
+    for p in engine.proposals:
+        _, logits = reference.propose(features[p.row][: p.verified], p.sampled, forced=p.tokens)
+        torch.testing.assert_close(p.probs.double(), (logits / TEMPERATURE).softmax(-1), atol=1e-4, rtol=0)
+        assert all(p.probs[i, token] > 0 for i, token in enumerate(p.tokens))
+    assert engine.agreement(reference, sampled) < 0.5  # they were drawn
+    engine.worker.sampling_self_check()
+
+
+def test_an_update_reaches_every_part_of_the_head(engine: Engine, texts: list[list[int]], reference_model) -> None:
+    derived = engine.proposer.model.model
+    addresses = {name: value.data_ptr() for name, value in vars(derived).items() if isinstance(value, Tensor)}
+    assert len(addresses) >= 4
+
+    old = engine.reference(reference_model)
+    engine.update(make_weights(engine.draft, engine.policy, seed=2))
+    assert engine.run(coming=texts) == texts  # the policy is the same
+    assert engine.agreement(engine.reference(reference_model), texts) == 1.0
+    assert engine.agreement(old, texts) < 0.5
+
+    # The embedding and the head that the draft shares are the policy's newest.
+    policy = counting.perturbed(engine.policy, seed=3)
+    moved = copy.deepcopy(reference_model)
+    moved.load_state_dict(policy)
+    engine.update(engine.weights, policy)
+    others = engine.run()
+    assert others != texts
+    assert engine.run(coming=others) == others
+    assert policy_choices(moved, others[0])[len(texts[0]) - 21 : -1] == others[0][len(texts[0]) - 20 :]
+    assert engine.agreement(engine.reference(moved), others) == 1.0
+
+    # Captured CUDA graphs read derived tensors where they were at first.
+    assert addresses == {name: getattr(derived, name).data_ptr() for name in addresses}
+
+
+def test_a_part_that_no_update_reaches_is_an_error(engine: Engine) -> None:
+    worker = engine.worker._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    draft = worker.weight_transfer_engine._draft
+    for name in engine.weights:
+        trained = tuple(other for other in draft.trained if other != name)
+        forgotten = dataclasses.replace(draft, trained=trained)
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            continue  # part of a fused parameter that other names reach
+        shared = {"embed_tokens.weight", "lm_head.weight"} - engine.weights.keys()
+        with pytest.raises(ConfigError, match="no update would reach"):
+            weight_transfer._check_coverage(forgotten, shared=shared, kept=set())
+
+
+def test_float32_parts_stay_float32_in_a_bfloat16_engine(model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    draft = DRAFTS["markov-anchor"]
+    policy = {name: t.bfloat16() for name, t in load_file(str(model_dirs[0] / "model.safetensors")).items()}
+    weights = {
+        name: t if name.startswith("confidence_head.") else t.bfloat16()
+        for name, t in make_weights(draft, policy, seed=1).items()
+    }
+    worker = make_worker(
+        model_dirs[0],
+        generation_config(max_new_tokens=4, vllm_cfg=VllmConfig(precision="bfloat16", max_model_len=MAX_LEN)),
+    )
+    worker.build(
+        speculative_config=write_draft(draft, tmp_path / "draft", model_dirs[0], weights),
+        trained_draft_tensors=tuple(weights),
+        draft_extension=f"{SERVING}.dspark:install",
+    )
+    new = {name: (1.25 * t.float() + 1e-4).to(t.dtype) for name, t in weights.items()}
+    report = worker.update_weights(counting.make_payload(0, policy, new))
+    assert report.num_checked == len(policy) + len(new)
+    held = ModelTensors(model_runner(worker).drafter.model)
+    for name in ("confidence_head.proj.weight", "confidence_head.proj.bias"):
+        assert held.read(name).dtype == torch.float32
+        assert torch.equal(held.read(name), new[name])
+    worker.generate(DATA)
+    release_beside_another(worker._llm)
+
+
+def test_installing_again_changes_nothing_and_earlier_engines_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_model_runner, "DFlashProposer", DFlashProposer)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    for extension in ("dspark:install", "domino:install"):
+        install_draft_extension(f"{SERVING}.{extension}")
+    names = {"DFlashQwen3DSparkModel", "DominoDraftModel", "DFlashDominoDraftModel"}
+    assert names <= ModelRegistry.models.keys()
+    registered = {name: ModelRegistry.models[name] for name in names}
+    proposer: Any = gpu_model_runner.DFlashProposer
+    assert issubclass(proposer, DFlashProposer)
+    assert proposer is not DFlashProposer
+    for extension in ("dspark:install", "domino:install"):
+        install_draft_extension(f"{SERVING}.{extension}")
+    assert gpu_model_runner.DFlashProposer is proposer
+    assert all(ModelRegistry.models[name] is entry for name, entry in registered.items())
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    # The runner of an engine that was built before asks whether its proposer is one of this name.
+    earlier = object.__new__(DFlashProposer)
+    assert isinstance(earlier, proposer)
+    assert not isinstance(object(), proposer)
+    assert isinstance(object.__new__(proposer), DFlashProposer)

@@ -1,0 +1,25 @@
+"""A warm-started tiny policy that all tests of this directory share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Half of the demo's warm start; made by whichever test process needs it first."""
+    root = tmp_path_factory.getbasetemp()
+    root = root if worker_id == "master" else root.parent
+    out = root / "tiny-policy"
+    with FileLock(root / "tiny-policy.lock"):
+        # More threads than free cores spin for each other: other files' engines run beside this.
+        command = [sys.executable, str(ROOT / "tools/make_tiny_policy.py"), "--out", str(out)]
+        subprocess.run([*command, "--steps", "200", "--threads", "1"], check=True, timeout=900, cwd=ROOT)
+    return out
