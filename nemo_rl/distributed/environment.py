@@ -33,6 +33,8 @@ def worker_env(role: Role, *, device: str, rank: int = 0, is_single_machine: boo
     env = {name: os.environ[name] for name in PASSED_THROUGH if name in os.environ}
     env["TOKENIZERS_PARALLELISM"] = "false"
     env["OMP_NUM_THREADS"] = "1"
+    # vLLM's n-gram lookup runs on numba, which raises the process's OpenMP threads to the number of its own.
+    env["NUMBA_NUM_THREADS"] = "1"
     if is_single_machine:
         env["GLOO_SOCKET_IFNAME"] = "lo"
         if device == "cuda":

@@ -173,6 +173,7 @@ def _resolve_draft(cfg: MasterConfig, policy_config: dict[str, Any], *, device: 
     spec = resolve_spec(
         draft,
         policy_config=policy_config,
+        tokenizer_dir=find_model_dir(cfg.policy.tokenizer.name, key="policy.tokenizer.name"),
         k=cfg.policy.generation.num_speculative_tokens if draft.serve else None,
         max_model_len=cfg.policy.generation.vllm_cfg.max_model_len,
         dtype=cfg.policy.generation.vllm_cfg.precision,

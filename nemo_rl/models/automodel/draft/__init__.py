@@ -15,8 +15,10 @@ Who does what, from the bottom up (an upper file may import a lower one, never t
     publish       what is trained, sent and exported, under which names
     checkpoint    draft_meta.json, safetensors, export
     runtime       _DraftRuntimeBase, the seam that the training worker talks to
+    unroll        the plan of a draft that reads its own output
     eagle3        a runtime; one file per family
     registry      algo -> config, resolver, runtime: the only dispatch
+    serving/      what vLLM lacks to serve a draft; runs in the engine's process, apart from all of the above
 
 The public names are loaded when first used: half of these files need torch, and what the driver reads (registry, spec,
 adapters, architecture, vocab, weight_files, metrics, config) does not. A new algorithm adds a module in `models/`, a

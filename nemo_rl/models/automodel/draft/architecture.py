@@ -88,6 +88,11 @@ class DraftArchitecture(ABC):
         return self.hidden_size != self.target_hidden_size
 
     @property
+    def placeholder_id(self) -> int | None:
+        """Token whose embedding stands for tokens not known yet; None for a draft without placeholders."""
+        return None
+
+    @property
     def has_live_head(self) -> bool:
         """True when the draft's head is a copy of the policy's rows for its ids, sent again with every refit."""
         return False
@@ -215,6 +220,11 @@ class PEagleArchitecture(FusedEagleArchitecture):
     num_depths: int
 
     @property
+    def placeholder_id(self) -> int:
+        """Token whose embedding stands for tokens not known yet."""
+        return self.mask_token_id
+
+    @property
     def owns_embedding(self) -> bool:
         """Always: the placeholder's row is trained."""
         return True
@@ -275,6 +285,11 @@ class BlockArchitecture(DraftArchitecture):
     block_size: int
     mask_token_id: int
     causal: bool
+
+    @property
+    def placeholder_id(self) -> int:
+        """Token whose embedding stands for tokens not known yet."""
+        return self.mask_token_id
 
     @property
     def first_slot(self) -> int:

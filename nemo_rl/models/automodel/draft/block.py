@@ -26,7 +26,7 @@ from nemo_rl.models.automodel.draft.config import BlockDraftConfigBase
 from nemo_rl.models.automodel.draft.losses import STATS, LossChunks
 from nemo_rl.models.automodel.draft.models.block import BlockInputs, BlockPlan
 from nemo_rl.models.automodel.draft.publish import PublishContract
-from nemo_rl.models.automodel.draft.runtime import DraftLoss, _DraftRuntimeBase, charged_depths
+from nemo_rl.models.automodel.draft.runtime import DraftLoss, _DraftRuntimeBase, charged_depths, sampled_tokens
 from nemo_rl.models.automodel.draft.sampling import document_generator, draw_anchors
 
 if TYPE_CHECKING:
@@ -208,11 +208,7 @@ class BlockRuntime(_DraftRuntimeBase[BlockConfigT]):
 
     def _plan(self, data: BatchedDataDict, *, step: int) -> Tensor:
         """Draw the anchors of each document; return the supervised elements per ordinal."""
-        mask = data["token_mask"].cpu().bool() & data["sample_mask"].cpu().bool()[:, None]
-        lengths = data["input_lengths"].cpu()
-        is_token = torch.arange(mask.shape[1])[None] < lengths[:, None]
-        doc_ids = torch.where(is_token, torch.arange(mask.shape[0])[:, None], -1)
-        charged = self._charged(mask & is_token, doc_ids)
+        charged = self._charged(*sampled_tokens(data))
         self._draws: dict[int, _Draw] = {}
         total = torch.zeros(charged.shape[0], dtype=torch.int64)
         for number, document in zip(data["sample_index"].tolist(), charged.unbind(1), strict=True):
@@ -303,6 +299,9 @@ class BlockRuntime(_DraftRuntimeBase[BlockConfigT]):
         metrics["loss"] = (output.loss.detach(), weights.sum() / self._denominator)
         metrics |= element_metrics(table, columns)
         metrics |= replay_metrics(table, columns["hit"], k=self.spec.num_speculative_tokens)
+        if self._vocab_ids is not None:
+            in_vocab = torch.isin(plan.labels, self._vocab_ids)
+            metrics["label_in_vocab"] = (in_vocab.sum().float(), torch.ones_like(in_vocab).sum().float())
         return DraftLoss(output.loss, metrics | self._extra_metrics(plan, table, weights, output))
 
     def _inputs(self, common: BlockInputs) -> BlockInputs:

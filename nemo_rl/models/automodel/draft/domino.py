@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_rl.models.automodel.draft.acceptance import ElementTable, Metrics, element_metrics
 from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
@@ -16,6 +16,7 @@ from nemo_rl.models.automodel.draft.config import DominoDraftConfig
 from nemo_rl.models.automodel.draft.losses import STATS
 from nemo_rl.models.automodel.draft.models.block import BlockInputs, BlockPlan
 from nemo_rl.models.automodel.draft.models.domino import DominoDraft, DominoInputs
+from nemo_rl.models.automodel.draft.models.layers import DraftModule
 
 __all__ = ["DominoRuntime", "base_share"]
 
@@ -37,7 +38,7 @@ class DominoRuntime(BlockRuntime[DominoDraftConfig]):
     """See `BlockRuntime`."""
 
     adapter: ClassVar[DraftAdapter[Any, Any]] = DominoAdapter()
-    module_class: ClassVar[Callable[[Any], nn.Module]] = DominoDraft
+    module_class: ClassVar[Callable[[Any], DraftModule]] = DominoDraft
 
     @property
     def base_share(self) -> float:

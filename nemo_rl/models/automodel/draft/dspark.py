@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nemo_rl.models.automodel.draft.acceptance import ElementTable, Metrics, depth_pairs, prefix_pairs
 from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
@@ -19,6 +19,7 @@ from nemo_rl.models.automodel.draft.losses import STATS
 from nemo_rl.models.automodel.draft.metrics import NUM_CONFIDENCE_BINS
 from nemo_rl.models.automodel.draft.models.block import BlockInputs, BlockPlan
 from nemo_rl.models.automodel.draft.models.dspark import DSparkDraft, DSparkInputs, DSparkTerms
+from nemo_rl.models.automodel.draft.models.layers import DraftModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +31,7 @@ class DSparkRuntime(BlockRuntime[DSparkDraftConfig]):
     """See `BlockRuntime`."""
 
     adapter: ClassVar[DraftAdapter[Any, Any]] = DSparkAdapter()
-    module_class: ClassVar[Callable[[Any], nn.Module]] = DSparkDraft
+    module_class: ClassVar[Callable[[Any], DraftModule]] = DSparkDraft
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """See `_DraftRuntimeBase.parallelize`; the confidence head computes in fp32, as the engine's does."""
@@ -39,6 +40,12 @@ class DSparkRuntime(BlockRuntime[DSparkDraftConfig]):
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
             fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         super().parallelize(mesh)
+
+    def _reshard(self) -> None:
+        super()._reshard()
+        head = getattr(self.module, "confidence_head", None)
+        if isinstance(head, FSDPModule):
+            head.reshard()
 
     def _inputs(self, common: BlockInputs) -> BlockInputs:
         cfg = self.cfg

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_rl.models.automodel.draft.acceptance import ElementTable, Metrics, element_metrics, replay_metrics
 from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
@@ -22,6 +22,7 @@ from nemo_rl.models.automodel.draft.capture import full_tensor
 from nemo_rl.models.automodel.draft.config import Eagle1DraftConfig
 from nemo_rl.models.automodel.draft.losses import STATS, LossChunks
 from nemo_rl.models.automodel.draft.models.eagle1 import Eagle1Draft, Eagle1Elements, Eagle1Inputs, Eagle1Output
+from nemo_rl.models.automodel.draft.models.layers import DraftModule
 from nemo_rl.models.automodel.draft.publish import PublishContract
 from nemo_rl.models.automodel.draft.runtime import DraftLoss
 from nemo_rl.models.automodel.draft.sampling import document_generator
@@ -41,7 +42,7 @@ class Eagle1Runtime(_UnrolledRuntime[Eagle1DraftConfig]):
     """Training of an EAGLE-1 draft on the policy's own forward."""
 
     adapter: ClassVar[DraftAdapter[Any, Any]] = Eagle1Adapter()
-    module_class: ClassVar[Callable[[Any], nn.Module]] = Eagle1Draft
+    module_class: ClassVar[Callable[[Any], DraftModule]] = Eagle1Draft
     contract: ClassVar[PublishContract] = PublishContract(trains_lm_head=False, trains_embeddings=False)
 
     # -- plan --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_rl.models.automodel.draft.acceptance import Metrics, element_metrics, replay_metrics
 from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
@@ -17,6 +17,7 @@ from nemo_rl.models.automodel.draft.adapters.eagle3 import Eagle3Adapter
 from nemo_rl.models.automodel.draft.capture import full_tensor
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.losses import STATS
+from nemo_rl.models.automodel.draft.models.layers import DraftModule
 from nemo_rl.models.automodel.draft.models.llama_eagle import LlamaEagleDraft, UnrollInputs
 from nemo_rl.models.automodel.draft.publish import PublishContract
 from nemo_rl.models.automodel.draft.runtime import DraftLoss
@@ -32,7 +33,7 @@ class Eagle3Runtime(_UnrolledRuntime[Eagle3DraftConfig]):
     """Test-time training of an EAGLE-3 draft on the policy's own forward."""
 
     adapter: ClassVar[DraftAdapter[Any, Any]] = Eagle3Adapter()
-    module_class: ClassVar[Callable[[Any], nn.Module]] = LlamaEagleDraft
+    module_class: ClassVar[Callable[[Any], DraftModule]] = LlamaEagleDraft
     contract: ClassVar[PublishContract] = PublishContract(trains_lm_head=True, trains_embeddings=False)
 
     # -- plan --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@
     coverage                  the policy's mass on the draft's ids
     argmax_in_vocab           the policy's most likely token is a draft id
     documents_without_chain   documents with nothing to learn from
+    anchors_used              blocks that a block draft trained on, per document
+    label_in_vocab            the sampled token is a draft id, of block drafts of a reduced vocabulary: the others have
+                              no cross-entropy with it
 
 Of drafts with several terms, each weighed as in the loss: loss_{term}. Of drafts with a confidence head, c its value in
 [0, 1], a what it should be:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_rl.models.automodel.draft.acceptance import ElementTable, Metrics, element_metrics, replay_metrics
 from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
@@ -24,9 +24,10 @@ from nemo_rl.models.automodel.draft.attention import TrunkLayout, uses_packed_la
 from nemo_rl.models.automodel.draft.capture import full_tensor
 from nemo_rl.models.automodel.draft.config import PEagleDraftConfig
 from nemo_rl.models.automodel.draft.losses import STATS, LossChunks
+from nemo_rl.models.automodel.draft.models.layers import DraftModule
 from nemo_rl.models.automodel.draft.models.peagle import PEagleDraft, PEagleInputs, PEaglePlan, PEagleSegment
 from nemo_rl.models.automodel.draft.publish import PublishContract
-from nemo_rl.models.automodel.draft.runtime import DraftLoss, _DraftRuntimeBase, charged_depths
+from nemo_rl.models.automodel.draft.runtime import DraftLoss, _DraftRuntimeBase, charged_depths, sampled_tokens
 from nemo_rl.models.automodel.draft.sampling import document_generator, draw_cod
 from nemo_rl.models.automodel.draft.trunk import TrunkRows, predicted_tokens
 
@@ -192,7 +193,7 @@ class PEagleRuntime(_DraftRuntimeBase[PEagleDraftConfig]):
     """Parallel training of all depths on the policy's own forward."""
 
     adapter: ClassVar[DraftAdapter[Any, Any]] = PEagleAdapter()
-    module_class: ClassVar[Callable[[Any], nn.Module]] = PEagleDraft
+    module_class: ClassVar[Callable[[Any], DraftModule]] = PEagleDraft
     contract: ClassVar[PublishContract] = PublishContract(trains_lm_head=True, trains_embeddings=True)
 
     @property
@@ -208,11 +209,7 @@ class PEagleRuntime(_DraftRuntimeBase[PEagleDraftConfig]):
 
     def _plan(self, data: BatchedDataDict, *, step: int) -> Tensor:
         """Draw the chains of each document; return how many elements they have."""
-        mask = data["token_mask"].cpu().bool() & data["sample_mask"].cpu().bool()[:, None]
-        lengths = data["input_lengths"].cpu()
-        is_token = torch.arange(mask.shape[1])[None] < lengths[:, None]
-        doc_ids = torch.where(is_token, torch.arange(mask.shape[0])[:, None], -1)
-        charged = self._charged(mask & is_token, doc_ids)
+        charged = self._charged(*sampled_tokens(data))
         self._draws: dict[int, list[Tensor]] = {}
         for number, document in zip(data["sample_index"].tolist(), charged.unbind(1), strict=True):
             self._draws[number] = draw_cod(

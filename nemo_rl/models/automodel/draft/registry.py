@@ -25,7 +25,7 @@ from nemo_rl.models.automodel.draft.config import (
     Eagle3DraftConfig,
     PEagleDraftConfig,
 )
-from nemo_rl.models.automodel.draft.spec import DraftSpec, resolve_draft_spec
+from nemo_rl.models.automodel.draft.spec import DraftSpec, check_placeholder, resolve_draft_spec
 from nemo_rl.models.automodel.draft.weight_files import find_weight_files, read_json
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class DraftAlgorithm:
     adapter: str
     runtime: str
 
+
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+"""Beside a draft's weights, a pickled embedding that the engine would use instead of the policy's row."""
 
 _PACKAGE = "nemo_rl.models.automodel.draft"
 
@@ -111,6 +114,7 @@ def resolve_spec(
     dtype: str,
     device: str | None = None,
     vocab_ids: Sequence[int] | None = None,
+    tokenizer_dir: str | Path | None = None,
 ) -> DraftSpec:
     """Read the draft directory, if there is one, and resolve the draft of a run. Needs no torch.
 
@@ -122,6 +126,7 @@ def resolve_spec(
         dtype: of the engine.
         device: `cpu` or `cuda`, when known.
         vocab_ids: target id of each draft id, for a draft from scratch that proposes only some ids.
+        tokenizer_dir: of the policy's tokenizer, to check that a placeholder token is not in use.
 
     Raises:
         ConfigError: the draft cannot be used with this policy or engine, or its files are damaged.
@@ -135,11 +140,16 @@ def resolve_spec(
                 "config.json and weights, or null to build a draft from the policy."
             )
         try:
+            if (directory / MASK_EMBEDDING_FILE).exists():
+                raise CheckpointError(
+                    f"{directory / MASK_EMBEDDING_FILE}: replaces the placeholder's embedding in the engine, which "
+                    "training would not know of. Remove the file, or use another draft."
+                )
             draft_config = read_json(directory / "config.json")
             files = find_weight_files(directory)
         except CheckpointError as err:
             raise ConfigError(f"policy.draft.model_name: {err}") from err
-    return resolve_draft_spec(
+    spec = resolve_draft_spec(
         adapter_of(cfg.algo),
         cfg,
         policy_config=policy_config,
@@ -151,6 +161,22 @@ def resolve_spec(
         weight_files=files,
         vocab_ids=vocab_ids,
     )
+    if tokenizer_dir is not None:
+        check_placeholder(spec, _known_tokens(Path(tokenizer_dir)))
+    return spec
+
+
+def _known_tokens(directory: Path) -> dict[str, int]:
+    """The tokenizer's vocabulary without added tokens; empty when it is not in a form that can be read here."""
+    for name, keys in (("tokenizer.json", ("model", "vocab")), ("vocab.json", ())):
+        if not (directory / name).is_file():
+            continue
+        table: Any = read_json(directory / name)
+        for key in keys:
+            table = table.get(key, {}) if isinstance(table, dict) else {}
+        if isinstance(table, dict):
+            return {text: number for text, number in table.items() if isinstance(number, int)}
+    return {}
 
 
 def build_draft_runtime(

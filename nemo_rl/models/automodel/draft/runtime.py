@@ -27,6 +27,7 @@ from nemo_rl.models.automodel.draft.builders import BuiltDraft, build_draft, pol
 from nemo_rl.models.automodel.draft.capture import FeatureCapture, embedding_weight, full_tensor, head_weight
 from nemo_rl.models.automodel.draft.checkpoint import load_weights, save_draft
 from nemo_rl.models.automodel.draft.config import DraftConfigBase
+from nemo_rl.models.automodel.draft.models.layers import DraftModule
 from nemo_rl.models.automodel.draft.publish import (
     PublishContract,
     check_contract,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.automodel.data import Microbatch
 
-__all__ = ["DraftLoss", "Metrics", "_DraftRuntimeBase", "charged_depths"]
+__all__ = ["DraftLoss", "Metrics", "_DraftRuntimeBase", "charged_depths", "sampled_tokens"]
 
 ConfigT = TypeVar("ConfigT", bound=DraftConfigBase)
 
@@ -58,6 +59,20 @@ class DraftLoss(NamedTuple):
 
     loss: Tensor
     metrics: Metrics
+
+
+def sampled_tokens(data: BatchedDataDict) -> tuple[Tensor, Tensor]:
+    """Which tokens of right-padded samples the policy sampled and keeps, and which sample each belongs to; on the CPU.
+
+    Args:
+        data: `token_mask` [B, T], `sample_mask` [B], `input_lengths` int64 [B].
+
+    Returns:
+        bool [B, T] and int64 [B, T]: row of the sample, -1 on padding.
+    """
+    kept = data["token_mask"].cpu().bool() & data["sample_mask"].cpu().bool()[:, None]
+    is_token = torch.arange(kept.shape[1])[None] < data["input_lengths"].cpu()[:, None]
+    return kept & is_token, torch.where(is_token, torch.arange(kept.shape[0])[:, None], -1)
 
 
 def charged_depths(sampled: Tensor, doc_ids: Tensor, *, depths: int, mask_rule: str) -> Tensor:
@@ -112,7 +127,7 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
     """
 
     adapter: ClassVar[DraftAdapter[Any, Any]]
-    module_class: ClassVar[Callable[[Any], nn.Module]]
+    module_class: ClassVar[Callable[[Any], DraftModule]]
     contract: ClassVar[PublishContract]
 
     def __init__(
@@ -218,7 +233,9 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
         if not self.spec.architecture.owns_embedding:
             self._policy_embedding = full_tensor(embedding_weight(policy_model))
         if not self.contract.trains_lm_head:
-            self._policy_head = full_tensor(head_weight(policy_model))
+            # A tied head is gathered once.
+            is_tied = self._policy_embedding is not None and head_weight(policy_model) is embedding_weight(policy_model)
+            self._policy_head = self._policy_embedding if is_tied else full_tensor(head_weight(policy_model))
 
     @property
     def num_updates(self) -> int:

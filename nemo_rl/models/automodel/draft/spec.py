@@ -19,7 +19,7 @@ from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
 from nemo_rl.models.automodel.draft.weight_files import WeightFiles, is_zero, read_integers
 
-__all__ = ["DraftSpec", "read_vocabulary", "resolve_draft_spec"]
+__all__ = ["DraftSpec", "check_placeholder", "read_vocabulary", "resolve_draft_spec"]
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head that the engine's CPU attention has code for."""
@@ -171,6 +171,35 @@ def resolve_draft_spec(
         frozen=_frozen_names(cfg, arch),
         is_static=cfg.static or cfg.loss_weight == 0,
     )
+
+
+def check_placeholder(spec: DraftSpec, tokens: Mapping[str, int]) -> None:
+    """Refuse a placeholder that stands for a token which text contains or the draft proposes.
+
+    Args:
+        spec: of the draft.
+        tokens: the tokenizer's vocabulary without added special tokens, text to id.
+
+    Raises:
+        ConfigError: the placeholder is in use.
+    """
+    placeholder = spec.architecture.placeholder_id
+    if placeholder is None:
+        return
+    texts = {number: text for text, number in tokens.items()}
+    use = None
+    if spec.vocab_ids is not None and placeholder in spec.vocab_ids:
+        use = "one of the ids that the draft proposes"
+    if placeholder in texts:
+        use = f"the token {texts[placeholder]!r} of the policy's tokenizer"
+    if use is not None:
+        vocab = spec.architecture.vocab_size
+        unused = next((i for i in range(vocab - 1, -1, -1) if i not in texts), None)
+        example = "" if unused is None else f", e.g. {unused}"
+        raise ConfigError(
+            f"policy.draft.mask_token_id: got {placeholder}, which is {use}; must be an id that never occurs. Use a "
+            f"reserved special token or an id below {vocab} that the tokenizer does not know{example}."
+        )
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from nemo_rl.models.automodel.draft.attention import TrunkLayout, uses_packed_la
 from nemo_rl.models.automodel.draft.config import Eagle1DraftConfig, Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.losses import LossChunks
 from nemo_rl.models.automodel.draft.models.unroll import UnrollPlan
-from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase, charged_depths
+from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase, charged_depths, sampled_tokens
 from nemo_rl.models.automodel.draft.trunk import TrunkRows, predicted_tokens
 
 if TYPE_CHECKING:
@@ -142,12 +142,8 @@ class _UnrolledRuntime(_DraftRuntimeBase[ConfigT]):
 
     def _plan(self, data: BatchedDataDict, *, step: int) -> Tensor:
         """Count supervised elements per depth; nothing is drawn at random."""
-        mask = data["token_mask"].cpu().bool() & data["sample_mask"].cpu().bool()[:, None]
-        lengths = data["input_lengths"].cpu()
-        is_token = torch.arange(mask.shape[1])[None] < lengths[:, None]
-        doc_ids = torch.where(is_token, torch.arange(mask.shape[0])[:, None], -1)
-        charged = self._charged(mask & is_token, doc_ids)
-        index = data["sample_index"].tolist() if "sample_index" in data else range(mask.shape[0])
+        charged = self._charged(*sampled_tokens(data))
+        index = data["sample_index"].tolist() if "sample_index" in data else range(charged.shape[1])
         self._planned = dict(zip(index, charged.sum(2).T.tolist(), strict=True))
         return charged.sum((1, 2))
 

@@ -19,4 +19,5 @@ Inside vLLM
     cpu_linear.py        CPU engines compute with readable parameters
     cpu_sampler_fix.py   WORKAROUND for vLLM's CPU rejection sampler; states when to delete it
     cpu_norm_fix.py      WORKAROUND for vLLM's CPU norm of several layers at once; states when to delete it
+    cpu_kernel_scan_fix.py   WORKAROUND for vLLM's scan for kernels, which fails beside numba; states when to delete it
 """

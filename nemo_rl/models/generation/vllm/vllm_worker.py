@@ -282,6 +282,11 @@ class VllmGenerationWorker:
 
         from nemo_rl.models.generation.vllm.model_inspection import register_architectures
 
+        if self._device == "cpu":
+            # Deferred like vllm. Before the engine starts, because that is when vLLM scans.
+            from nemo_rl.models.generation.vllm import cpu_kernel_scan_fix
+
+            cpu_kernel_scan_fix.install()
         install_draft_extension(draft_extension)
         draft_dir = (speculative_config or {}).get("model")
         register_architectures([self._model_dir, *([draft_dir] if draft_dir else [])])

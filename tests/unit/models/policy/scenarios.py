@@ -282,7 +282,7 @@ def group_layout(config: Any) -> list[dict[str, Any]]:
 # -- with a draft ----------------------------------------------------------------------------------------------------
 
 
-def draft_spec_of(config: Any, *, k: int = 3) -> Any:
+def draft_spec_of(config: Any, *, k: int | None = 3) -> Any:
     """The draft of a configuration, resolved as the driver does."""
     import json
     from pathlib import Path
@@ -315,3 +315,94 @@ def train_with_poisoned_policy(config: Any, data: BatchedDataDict, *, spec: Any)
     loss_fn = PoisonedLoss(ClippedPGLossFn(config.loss_fn), 0, float("nan"))
     shard = shard_for(worker, data)
     return TrainRecord([worker.train(shard, loss_fn, 0)], full_state(worker), torch.zeros(0))
+
+
+@dataclass
+class DraftRecord:
+    """What happened to a draft over some steps of one worker.
+
+    Attributes:
+        results: of each step.
+        states: whole tensors of the draft before the first step and after each.
+        calls: per step, how often the draft's plan, capture and module were used.
+        policy: whole parameters of the policy at the end.
+        sent: names of the draft tensors that a refit sends at the end, announced and streamed.
+        trainable: names of the draft's parameters that require a gradient.
+        optimized: per group of the draft's optimizer, the names in it and its weight decay; None = no optimizer.
+    """
+
+    results: list[list[BatchResult]]
+    states: list[dict[str, Tensor]]
+    calls: list[dict[str, int]]
+    policy: dict[str, Tensor]
+    sent: tuple[list[str], list[str]]
+    trainable: list[str]
+    optimized: list[tuple[list[str], float]] | None
+
+
+def train_and_watch(
+    config: Any,
+    data: BatchedDataDict,
+    *,
+    spec: Any,
+    steps: range,
+    draft_dir: str | None = None,
+    load_from: str | None = None,
+    save_to: str | None = None,
+) -> DraftRecord:
+    """Run steps of a worker with a draft, continuing a checkpoint or leaving one if asked to."""
+    worker = make_worker(config, draft_spec=spec, draft_dir=draft_dir)
+    if load_from is not None:
+        worker.load_checkpoint(load_from)
+    draft, shard, loss_fn = worker._draft, shard_for(worker, data), ClippedPGLossFn(config.loss_fn)
+    counts = {"plan": 0, "capture": 0, "module": 0}
+    for name in ("begin_global_batch", "capture"):
+        _count_calls(draft, name, counts, key={"begin_global_batch": "plan"}.get(name, name))
+    draft.module.register_forward_pre_hook(lambda *_: counts.update(module=counts["module"] + 1))
+    results, states, calls = [], [_whole(draft)], []
+    for step in steps:
+        before = dict(counts)
+        results.append(worker.train(shard, loss_fn, step))
+        worker.get_logprobs(shard)
+        calls.append({key: counts[key] - before[key] for key in counts})
+        states.append(_whole(draft))
+    if save_to is not None:
+        worker.save_checkpoint(save_to)
+    final = full_state(worker)
+    training = worker._trainer.draft
+    names = {id(p): n for n, p in draft.module.named_parameters()}
+    return DraftRecord(
+        results,
+        states,
+        calls,
+        policy={name: tensor for name, tensor in final.items() if not name.startswith("draft.")},
+        sent=(
+            list(worker.refit_manifest().draft),
+            [name.removeprefix("draft.") for name in final if name.startswith("draft.")],
+        ),
+        trainable=[name for name, p in draft.module.named_parameters() if p.requires_grad],
+        optimized=None
+        if training is None
+        else [
+            ([names[id(p)] for p in group["params"]], group["weight_decay"])
+            for group in training.group.optimizer.param_groups
+        ],
+    )
+
+
+def _count_calls(owner: Any, name: str, counts: dict[str, int], *, key: str) -> None:
+    method = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[key] += 1
+        return method(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def _whole(draft: Any) -> dict[str, Tensor]:
+    """Whole tensors of the draft's checkpoint state."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in draft.state_dict().items()
+    }

@@ -70,14 +70,15 @@ def test_policy_is_bit_identical_with_and_without_a_draft(pools, model_dir, data
     without = pools[world].run(train_steps, make_config(model_dir), data)
     with_draft = run(pools[world], config_of(model_dir), data)
     heavier = run(pools[world], config_of(model_dir, draft={"loss_weight": 7.0}), data)
-    frozen = run(pools[world], config_of(model_dir, draft={"loss_weight": 0.0}), data)
-    for records in (with_draft, heavier, frozen):
+    static = run(pools[world], config_of(model_dir, draft={"loss_weight": 0.0}), data)
+    for records in (with_draft, heavier, static):
         assert_equal_tensors(split(records[0].state)[0], without[0].state)
         for step, want in zip(fold(records), fold(without), strict=True):
             assert step["loss"] == want["loss"]
             assert step["grad_norm"] == want["grad_norm"]
-    assert fold(frozen)[0]["draft"] is None
-    assert not all(torch.equal(t, split(frozen[0].state)[1][n]) for n, t in split(with_draft[0].state)[1].items())
+    assert fold(static)[0]["draft"] is None
+    assert split(static[0].state)[1] == {}, "what is not trained is not sent"
+    assert not all(torch.equal(t, split(heavier[0].state)[1][n]) for n, t in split(with_draft[0].state)[1].items())
 
 
 def test_groups_clip_and_step_apart(pools, model_dir, data, canonical):

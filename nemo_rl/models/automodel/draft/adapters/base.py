@@ -64,6 +64,9 @@ class DraftAdapter(ABC, Generic[ConfigT, ArchT]):
     default_num_layers: ClassVar[int] = 1
     """Decoder layers of a new draft whose configuration names no number."""
 
+    k_rule: ClassVar[str]
+    """Which K the draft proposes, in a few words for a table."""
+
     switches: ClassVar[Mapping[str, Any]] = {}
     """Fields of configuration and architecture alike, with the value of a new draft where the configuration has null.
     A loaded draft keeps its file's values; a configuration that names another is refused."""

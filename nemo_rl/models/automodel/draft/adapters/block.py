@@ -14,6 +14,7 @@ from nemo_rl.models.automodel.draft.adapters.base import K_KEY, DraftAdapter, So
 from nemo_rl.models.automodel.draft.adapters.fields import (
     KEY,
     agreed,
+    check_mask_token,
     feature_ids_from_layer_outputs,
     kept_extra,
     read_geometry,
@@ -137,7 +138,7 @@ class BlockAdapter(DraftAdapter[BlockConfigT, BlockArchT]):
                     f"or set it to {own}."
                 )
         _check_block(arch, k)
-        _check_mask_token(arch, policy)
+        check_mask_token(arch.mask_token_id, policy, vocab_size=arch.vocab_size)
         layers = arch.extra.get("num_target_layers")
         if layers is not None and layers != policy["num_hidden_layers"]:
             raise ConfigError(
@@ -162,22 +163,6 @@ def _check_block(arch: BlockArchitecture, k: int | None) -> None:
             f"another number is not what is trained. Set it to {predicted}, or policy.draft.block_size to "
             f"{k + arch.first_slot} for a new draft."
         )
-
-
-def _check_mask_token(arch: BlockArchitecture, policy: Mapping[str, Any]) -> None:
-    mask = arch.mask_token_id
-    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < arch.vocab_size:
-        raise ConfigError(
-            f"policy.draft.mask_token_id: got {mask!r}; must be an integer from 0 to {arch.vocab_size - 1}, a row of "
-            "the policy's embedding. Set it to a token id that never occurs."
-        )
-    for key in ("bos_token_id", "eos_token_id"):
-        used = policy.get(key)
-        if mask == used or (isinstance(used, (list, tuple)) and mask in used):
-            raise ConfigError(
-                f"policy.draft.mask_token_id: got {mask}, the policy's {key}; must be a token that never occurs. Set "
-                "it to an unused id."
-            )
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

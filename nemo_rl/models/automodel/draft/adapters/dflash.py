@@ -33,6 +33,7 @@ class DFlashAdapter(BlockAdapter[DFlashDraftConfig, DFlashArchitecture]):
     """See the module docstring."""
 
     algo: ClassVar[str] = "dflash"
+    k_rule: ClassVar[str] = "`block_size` - 1"
     architecture: ClassVar[type[DraftArchitecture]] = DFlashArchitecture
     switches: ClassVar[Mapping[str, Any]] = {"causal": False}
 

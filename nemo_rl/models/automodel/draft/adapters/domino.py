@@ -35,6 +35,7 @@ class DominoAdapter(BlockAdapter[DominoDraftConfig, DominoArchitecture]):
     """See the module docstring."""
 
     algo: ClassVar[str] = "domino"
+    k_rule: ClassVar[str] = "`block_size`; one less with `shift_label: false`"
     architecture: ClassVar[type[DraftArchitecture]] = DominoArchitecture
     switches: ClassVar[Mapping[str, Any]] = _HEAD
 

@@ -42,6 +42,7 @@ class DSparkAdapter(BlockAdapter[DSparkDraftConfig, DSparkArchitecture]):
     """See the module docstring."""
 
     algo: ClassVar[str] = "dspark"
+    k_rule: ClassVar[str] = "`block_size`; one less with `sample_from_anchor: false`"
     architecture: ClassVar[type[DraftArchitecture]] = DSparkArchitecture
     switches: ClassVar[Mapping[str, Any]] = _HEADS
 

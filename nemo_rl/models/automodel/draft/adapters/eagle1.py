@@ -34,6 +34,7 @@ class Eagle1Adapter(DraftAdapter[Eagle1DraftConfig, Eagle1Architecture]):
     """See the module docstring."""
 
     algo: ClassVar[str] = "eagle1"
+    k_rule: ClassVar[str] = "any"
     architecture: ClassVar[type[DraftArchitecture]] = Eagle1Architecture
 
     def default_feature_ids(self, num_layers: int) -> tuple[int, ...]:

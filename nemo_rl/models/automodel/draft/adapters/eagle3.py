@@ -66,6 +66,7 @@ class Eagle3Adapter(DraftAdapter[Eagle3DraftConfig, Eagle3Architecture]):
     """See the module docstring."""
 
     algo: ClassVar[str] = "eagle3"
+    k_rule: ClassVar[str] = "at most `ttt_steps`"
     architecture: ClassVar[type[DraftArchitecture]] = Eagle3Architecture
     switches: ClassVar[Mapping[str, Any]] = dict.fromkeys(_SWITCHES, False)
     depth_key: ClassVar[str] = "ttt_steps"

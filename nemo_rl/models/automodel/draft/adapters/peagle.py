@@ -66,6 +66,7 @@ class PEagleAdapter(DraftAdapter[PEagleDraftConfig, PEagleArchitecture]):
     """See the module docstring."""
 
     algo: ClassVar[str] = "peagle"
+    k_rule: ClassVar[str] = "at most `num_depths`"
     architecture: ClassVar[type[DraftArchitecture]] = PEagleArchitecture
     default_num_layers: ClassVar[int] = 4
     switches: ClassVar[Mapping[str, Any]] = {**_SWITCHES, "num_depths": 8}

@@ -77,7 +77,14 @@ class LlamaEagleDraft(FusedEagleDraft):
     The compute dtype is that of the parameters inside the call: fp32, or what mixed-precision sharding casts them to.
     """
 
-    arch: Eagle3Architecture
+    def __init__(self, arch: Eagle3Architecture) -> None:
+        """Create the modules with uninitialised parameters.
+
+        Args:
+            arch: the draft.
+        """
+        super().__init__(arch)
+        self.norms_feedback = arch.norm_output
 
     def forward(self, inputs: UnrollInputs | None) -> UnrollOutput:
         """Unroll the draft and distil.
@@ -114,7 +121,7 @@ class LlamaEagleDraft(FusedEagleDraft):
         hidden = unroll.trunk(self.fuse(inputs.features.to(dtype)), embed(plan.trunk_tokens))
         outputs = [self.norm(hidden)]
         for depth, count in enumerate(plan.num_active[1:], start=1):
-            fed_back = outputs[-1] if self.arch.norm_output else hidden
+            fed_back = outputs[-1] if self.norms_feedback else hidden
             hidden = unroll.branch(fed_back[:count], embed(plan.depth_tokens[depth - 1]), depth)
             outputs.append(self.norm(hidden))
         return outputs

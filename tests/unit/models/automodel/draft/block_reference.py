@@ -142,6 +142,8 @@ def naive_dflash(
                 metrics.add(f"hit_{j}", float(best == doc.tokens[a + j]))
                 metrics.add("coverage", float(p[ids].sum()))
                 metrics.add("argmax_in_vocab", float(int(z.argmax()) in ids))
+                if len(ids) < arch.vocab_size:
+                    metrics.add("label_in_vocab", float(doc.tokens[a + j] in ids))
                 for name, value, product in zip(("hit", "greedy", "overlap"), quality, products, strict=True):
                     metrics.add(f"top1_{j}" if name == "hit" else f"accept_{name}_{j}", value)
                     metrics.add(f"prefix_{name}_{j}", product)

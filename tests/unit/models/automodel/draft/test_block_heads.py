@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from nemo_rl.models.automodel.draft.domino import base_share
 from nemo_rl.models.automodel.draft.dspark import confidence_metrics
@@ -19,22 +20,34 @@ from nemo_rl.models.automodel.draft.models.domino import PrefixGRU
 from nemo_rl.models.automodel.draft.models.dspark import MarkovHead
 from tests.unit.models.automodel.draft.block_head_reference import domino_correction, gru_step, markov_bias
 from tests.unit.models.automodel.draft.block_reference import NaiveBlocks
-from tests.unit.models.automodel.draft.helpers import VOCAB, StubPolicy, make_documents, run_step
+from tests.unit.models.automodel.draft.helpers import (
+    VOCAB,
+    StubPolicy,
+    give_features,
+    make_documents,
+    run_step,
+    to_batch,
+    to_microbatch,
+)
 from tests.unit.models.automodel.draft.reference import F64, Document
 from tests.unit.models.automodel.draft.scenarios import draft_step
 from tests.unit.models.automodel.draft.test_block_heads_reference import MASKS, domino_runtime, dspark_runtime
 
 EVERYONE = [[0, 1, 2, 3, 4]]
 DSPARK = {
-    "vanilla": lambda **kw: dspark_runtime({"markov_head_type": "vanilla"}, **kw),
-    "gated": lambda **kw: dspark_runtime({"markov_head_type": "gated"}, **kw),
-    "rnn": lambda **kw: dspark_runtime({"markov_head_type": "rnn"}, **kw),
-    "fill_in": lambda **kw: dspark_runtime({"sample_from_anchor": False, "markov_head_type": "rnn"}, **kw),
+    "vanilla": {"markov_head_type": "vanilla"},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "fill_in": {"sample_from_anchor": False, "markov_head_type": "gated", "block_size": 5},
 }
-DOMINO = {
-    "domino": lambda **kw: domino_runtime(**kw),
-    "domino_unshifted": lambda **kw: domino_runtime({"shift_label": False, "pure_draft_prefix_len": 0}, **kw),
-}
+DOMINO = {"domino": {}, "domino_unshifted": {"shift_label": False, "pure_draft_prefix_len": 0}}
+
+
+def make(kind: str, **settings: Any) -> Any:
+    """The runtime of one of these kinds."""
+    if kind in DSPARK:
+        return dspark_runtime(DSPARK[kind], **settings)
+    return domino_runtime(DOMINO[kind], **settings)
 
 
 @dataclasses.dataclass
@@ -148,14 +161,13 @@ def left_to_right(runtime: Any, doc: Document, anchor: int) -> tuple[list[int], 
 
 @pytest.mark.parametrize("kind", [*DSPARK, *DOMINO])
 def test_the_block_forward_on_its_own_choices_is_the_left_to_right_run(kind: str, seen: Any) -> None:
-    runtime = (DSPARK | DOMINO)[kind]()
+    runtime = make(kind)
     arch, record = runtime.spec.architecture, seen(runtime)
-    with torch.no_grad():  # a choice that matters for the next ones
-        runtime.module.get_parameter(
-            "embed_proj.2.weight" if "domino" in kind else "markov_head.markov_w2.weight"
-        ).mul_(4)
+    name = "embed_proj.2.weight" if "domino" in kind else "markov_head.markov_w2.weight"
+    with torch.no_grad():  # so that a choice matters for the next ones
+        runtime.module.get_parameter(name).mul_(4)
     chains = set()
-    for seed in range(4):
+    for seed in range(6):
         anchor = 3 + seed
         doc = make_documents(["0" * anchor + "1" * (arch.num_predicted + 1)], arch, seed=seed)[0]
         chosen, want = left_to_right(runtime, doc, anchor)
@@ -167,13 +179,13 @@ def test_the_block_forward_on_its_own_choices_is_the_left_to_right_run(kind: str
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
         assert got.argmax(-1).tolist() == chosen
         chains.add(tuple(chosen))
-    assert len({t for c in chains for t in c}) > 4, "a constant chain would hide an error"
+    assert len(chains) > 2, "a constant chain would hide an error"
 
 
 @pytest.mark.parametrize("kind", [*DSPARK, *DOMINO])
 def test_a_token_reaches_only_the_predictions_behind_it(kind: str, seen: Any) -> None:
     """The vanilla and gated heads read the token before, the recurrent ones all before; the fill-in slots see none."""
-    runtime = (DSPARK | DOMINO)[kind]()
+    runtime = make(kind)
     arch, record, anchor = runtime.spec.architecture, seen(runtime), 4
     doc = make_documents(["0" * anchor + "1" * (arch.num_predicted + 1)], arch)[0]
 
@@ -185,7 +197,7 @@ def test_a_token_reaches_only_the_predictions_behind_it(kind: str, seen: Any) ->
     before = logits()
     doc.tokens[anchor + 1] = (doc.tokens[anchor + 1] + 1) % VOCAB
     moved = ((logits() - before).abs().max(-1).values > 1e-6).tolist()
-    is_recurrent = kind not in ("vanilla", "gated")
+    is_recurrent = kind not in ("vanilla", "gated", "fill_in")
     assert moved == [False, True, *[is_recurrent] * (arch.num_predicted - 2)]
 
 
@@ -205,22 +217,21 @@ def test_gru_equals_torchs() -> None:
         torch.testing.assert_close(ours.get_parameter(name).grad, p.grad)
 
 
-def test_recurrent_states_are_fp32_in_a_bf16_draft() -> None:
-    """16 steps: the bf16 heads stay close to the fp32 ones; a bf16 state would drift further."""
+def test_recurrent_states_are_fp32_in_a_bf16_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
-    gru = PrefixGRU(8, 32)
-    arch = dataclasses.replace(dspark_runtime({"markov_head_type": "rnn"}).spec.architecture, markov_rank=32)
-    markov = MarkovHead(arch)
-    with torch.no_grad():
-        for p in (*gru.parameters(), *markov.parameters()):
-            p.copy_((torch.randn(p.shape) * p.shape[-1] ** -0.5).bfloat16())
+    gru, lerp, dtypes = PrefixGRU(8, 32), torch.lerp, []
+    markov = MarkovHead(dspark_runtime({"markov_head_type": "rnn"}).spec.architecture)
+    monkeypatch.setattr(torch, "lerp", lambda *args: dtypes.append(args[0].dtype) or lerp(*args))
     x = torch.randn(64, 16, 8).bfloat16()
-    states, embeds = torch.randn(64, 16, 12).bfloat16(), torch.randn(64, 16, 32).bfloat16()
-    want = gru(x.float()), markov.unroll(states.float(), embeds.float())
-    got = gru.bfloat16()(x), markov.bfloat16().unroll(states, embeds)
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == torch.bfloat16
-        assert float((a.float() - b).detach().abs().mean()) < 2.5e-3
+    with torch.no_grad():
+        for p in gru.parameters():
+            p.copy_((torch.randn(p.shape) * p.shape[-1] ** -0.5).bfloat16())
+        want, got = gru(x.float()), gru.bfloat16()(x)
+        latents = markov.bfloat16().unroll(torch.randn(2, 16, 12).bfloat16(), torch.randn(2, 16, 5).bfloat16())
+    assert got.dtype == latents.dtype == torch.bfloat16
+    assert dtypes == [torch.float32] * 48
+    # 16 steps; 1.1e-3 with states in bf16.
+    assert float((got.float() - want).abs().mean()) < 8e-4
 
 
 # -- terms -----------------------------------------------------------------------------------------------------------
@@ -259,7 +270,7 @@ def test_terms_that_are_off_are_not_computed() -> None:
 @pytest.mark.parametrize("options", [{"mode": "packed", "multiple": 16}, {"padding": float("nan"), "multiple": 32}])
 def test_splits_packing_and_padding_do_not_matter(kind: str, options: dict[str, Any]) -> None:
     settings = {} if kind in DSPARK else {"base_loss_steps": 10**9}
-    runtime = (DSPARK | DOMINO)[kind](num_anchors=3, **settings)
+    runtime = make(kind, num_anchors=3, **settings)
     docs = make_documents(MASKS, runtime.spec.architecture)
     want = run_step(runtime, docs, EVERYONE)
     got = run_step(runtime, docs, [[4, 2], [0, 3, 1]], **options)
@@ -273,7 +284,7 @@ def test_splits_packing_and_padding_do_not_matter(kind: str, options: dict[str, 
 
 @pytest.mark.parametrize("kind", [*DSPARK, *DOMINO])
 def test_nothing_to_learn_is_a_zero_for_every_parameter(kind: str) -> None:
-    runtime = (DSPARK | DOMINO)[kind]()
+    runtime = make(kind)
     for masks in (["00000"], ["1"], ["0001", "01"]):
         got = run_step(runtime, make_documents(masks, runtime.spec.architecture), [list(range(len(masks)))])
         assert float(got.loss) == 0.0
@@ -322,7 +333,7 @@ def test_a_loaded_draft_starts_on_the_corrected_logits() -> None:
 
 @pytest.mark.parametrize("kind", ["vanilla", "fill_in", "domino", "domino_unshifted"])
 def test_a_perfect_draft_has_every_token_accepted_and_a_wrong_one_none(kind: str, seen: Any) -> None:
-    runtime = (DSPARK | DOMINO)[kind](num_anchors=1)
+    runtime = make(kind, num_anchors=1)
     arch, record = runtime.spec.architecture, seen(runtime)
     k = arch.num_predicted
     doc = make_documents(["0" * 4 + "1" * (k + 1)], arch)[0]
@@ -389,7 +400,13 @@ def _dtypes_in_the_forward() -> dict[str, torch.dtype]:
     module = runtime.module
     for name, part in (("confidence", module.confidence_head.proj), ("fc", module.fc)):
         part.register_forward_pre_hook(lambda m, args, name=name: found.__setitem__(name, m.weight.dtype))
-    run_step(runtime, make_documents(MASKS, runtime.spec.architecture), EVERYONE)
+    docs = make_documents(MASKS, runtime.spec.architecture)
+    run_step(runtime, docs, EVERYONE)
+    # Saved between a forward and its backward.
+    mb = to_microbatch(to_batch(docs), EVERYONE[0])
+    runtime.loss(mb, give_features(runtime, mb, docs))
+    state = runtime.state_dict()
+    assert all(isinstance(state[name], DTensor) for name, _ in module.named_parameters())
     return found
 
 
@@ -407,9 +424,12 @@ def test_bf16_runs_publish_the_confidence_head_in_fp32(draft_pools: Any, draft_p
         assert {t.dtype for t in got["published"].values()} == {torch.float32, torch.bfloat16}
 
 
-def test_ranks_without_supervision_reduce_in_the_same_order(draft_pools: Any, draft_policy_dir: str) -> None:
-    """The confidence head is sharded on its own; with its input detached, too, both ranks must agree on the order."""
-    options = {"algo": "dspark", "masked": (4, 5, 6, 7), "settings": {"confidence_detach": True}}
+@pytest.mark.parametrize("detach", [False, True])
+def test_ranks_without_supervision_reduce_in_the_same_order(
+    draft_pools: Any, draft_policy_dir: str, detach: bool
+) -> None:
+    """The confidence head is sharded on its own, so both ranks must agree on when its gradient is reduced."""
+    options = {"algo": "dspark", "masked": (4, 5, 6, 7), "settings": {"confidence_detach": detach}}
     want = draft_pools[1].run(draft_step, draft_policy_dir, shard=False, **options)[0]
     for got in draft_pools[2].run(draft_step, draft_policy_dir, **options):
         for name, grad in want["grads"].items():

@@ -25,6 +25,7 @@ COMMON = {
     "documents_without_chain",
     "coverage",
     "argmax_in_vocab",
+    "label_in_vocab",
     "replayed_acceptance_length",
 }
 FAMILIES = ("loss_depth", "kl", "top1", "hit", "accept_greedy", "accept_overlap", "prefix_hit", "prefix_greedy")

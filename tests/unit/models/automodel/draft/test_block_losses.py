@@ -105,7 +105,7 @@ def test_all_terms_equal_autograd_in_float64(dtype, tolerance, chunk, ids, label
     (out.loss * UPSTREAM).backward()
     want, leaves, table = _oracle(c, ids=ids, label=label)
     (want * UPSTREAM).backward()
-    assert float(out.loss) == pytest.approx(float(want), rel=tolerance)
+    assert float(out.loss) == pytest.approx(float(want.detach()), rel=tolerance)
     for name, leaf in leaves.items():
         assert c[name].grad.dtype == dtype
         assert leaf.grad.abs().max() > 0.1, name
@@ -137,7 +137,7 @@ def test_each_combination_of_terms(options, ids, correction):
     out.loss.backward()
     want, leaves, _ = _oracle(c, **options)
     want.backward()
-    assert float(out.loss) == pytest.approx(float(want), rel=1e-5)
+    assert float(out.loss) == pytest.approx(float(want.detach()), rel=1e-5)
     assert set(out.extra) == ({"l1"} if options["l1"] else set())
     for name in ("hidden", "latent", "weight") if correction else ("hidden",):
         torch.testing.assert_close(c[name].grad.double(), leaves[name].grad, rtol=1e-5, atol=1e-6)
@@ -149,7 +149,7 @@ def test_fp64_inputs_pass_gradcheck():
     def f(hidden, latent, weight):
         return _run(c | {"hidden": hidden, "latent": latent, "weight": weight}).loss
 
-    assert torch.autograd.gradcheck(f, [c[n] for n in ("hidden", "latent", "weight")], atol=1e-6)
+    assert torch.autograd.gradcheck(f, [c[n] for n in ("hidden", "latent", "weight")], atol=1e-6, fast_mode=True)
 
 
 def test_a_label_that_is_no_draft_id_has_no_cross_entropy_and_no_gradient():
@@ -254,7 +254,7 @@ def test_confidence_loss_equals_autograd_and_clamps_the_target():
     g = torch.Generator().manual_seed(3)
     logits = (torch.randn(7, generator=g) * 4).requires_grad_()
     target = torch.rand(7, generator=g)
-    target[0], target[1] = -1e-7, 1 + 1e-7
+    target[0], target[1] = -0.1, 1.1
     weights = torch.rand(7, generator=g)
     loss, terms = confidence_loss(logits, target, weights=weights)
     (loss * UPSTREAM).backward()

@@ -170,10 +170,10 @@ def test_usual_decay(size, decay):
 
 # -- draws -----------------------------------------------------------------------------------------------------------
 
-MASKS = ["00" + "1" * 12, "0" + "1" * 5, "000", "00001111011111"]
+MASKS = ["00" + "1" * 12, "0" + "1" * 5, "000", "00001111011111", "00" + "1" * 12]
 
 
-def _draws(order=(0, 1, 2, 3), *, step=0, seed=0, num_anchors=3):
+def _draws(order=(0, 1, 2, 3, 4), *, step=0, seed=0, num_anchors=3):
     runtime = make_block_runtime(make_block_arch(), num_anchors=num_anchors)
     runtime._seed = seed
     batch = to_batch(make_documents(MASKS, runtime.spec.architecture)).select_indices(list(order))
@@ -183,10 +183,11 @@ def _draws(order=(0, 1, 2, 3), *, step=0, seed=0, num_anchors=3):
 
 def test_anchors_depend_on_seed_step_and_sample_alone():
     want = _draws()
-    assert [len(a) for a in want.values()] == [3, 3, 0, 3]
-    assert _draws((3, 1, 0, 2)) == want
+    assert [len(a) for a in want.values()] == [3, 3, 0, 3, 3]
+    assert want[0] != want[4], "documents alike draw apart"
+    assert _draws((3, 1, 4, 0, 2)) == want
     # Another rank that holds other samples.
-    assert _draws((2, 3)) | _draws((0, 1)) == want
+    assert _draws((2, 3, 4)) | _draws((0, 1)) == want
     assert _draws(step=1) != want
     assert _draws(seed=1) != want
     assert _draws(num_anchors=99) == {i: candidates(d) for i, d in enumerate(make_documents(MASKS, make_block_arch()))}

@@ -206,5 +206,5 @@ def test_every_difference_of_the_key_set_is_listed():
     assert "2 missing: ['fc.weight', 'norm.weight']" in text
     assert "1 unexpected: ['layers.7.x']" in text
     assert "lm_head.weight has shape [9, 13], [9, 12] needed" in text
-    with pytest.raises(CheckpointError, match="P-EAGLE"):
+    with pytest.raises(CheckpointError, match="proposes in parallel"):
         check_tensor_shapes({**good, "mask_hidden": (1, 24)}, arch)

@@ -237,11 +237,11 @@ def test_training_on_one_batch_raises_acceptance_at_every_depth(policy: torch.nn
         }
     )
 
-    def train(shift: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    def train(shift: int, steps: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
         runtime = make_runtime(policy, k=3, draft_seed=None)
         optimizer = torch.optim.AdamW(runtime.param_group()["params"], lr=3e-3)
         history = []
-        for step in range(60):
+        for step in range(steps):
             runtime.begin_global_batch(batch, step=step, dp_group=None, policy_model=policy)
             mb = to_microbatch(batch, [0, 1, 2, 3])
             with torch.no_grad(), runtime.capture(policy):
@@ -253,12 +253,15 @@ def test_training_on_one_batch_raises_acceptance_at_every_depth(policy: torch.nn
             history.append(out.metrics)
         return history
 
-    history = train(0)
+    history = train(0, 48)
     lengths = [expected_acceptance_length(metrics, "hit") for metrics in history]
-    print([round(x, 2) for x in lengths[::6]], {k: (float(v[0] / v[1])) for k, v in history[-1].items() if v[1]})
     assert lengths[0] < 1.5
     assert lengths[-1] > 3.0
     for term in ("loss_hidden", "kl_1"):
-        print(term, history[-1][term][0] , history[0][term][0])
-    shifted = train(1)
-    print(expected_acceptance_length(shifted[-1], "hit"), shifted[-1]["hit_1"])
+        assert history[-1][term][0] < 0.1 * history[0][term][0]
+
+    def hits(metrics: dict[str, tuple[Tensor, Tensor]]) -> float:
+        return float(metrics["hit_1"][0] / metrics["hit_1"][1])
+
+    assert hits(history[-1]) > 0.9
+    assert hits(train(1, 30)[-1]) < 0.7

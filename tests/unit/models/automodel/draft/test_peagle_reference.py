@@ -13,7 +13,13 @@ from tests.unit.models.automodel.draft.helpers import (
     to_batch,
     to_microbatch,
 )
-from tests.unit.models.automodel.draft.peagle_reference import MASK, NaivePEagle, drawn_elements, make_arch, make_runtime
+from tests.unit.models.automodel.draft.peagle_reference import (
+    MASK,
+    NaivePEagle,
+    drawn_elements,
+    make_arch,
+    make_runtime,
+)
 
 MASKS = ["001111111111", "00111", "000110111", "11", "0011111111"]
 """Long enough for several depths, short ones, one with a tool token inside, one that is all response."""
@@ -256,7 +262,8 @@ def test_loss_and_gradients_equal_automodels_trainer(changes, monkeypatch):
         size = len(doc.tokens)
         deep = [e for e in drawn_elements(runtime, i) if e[1]]
         anchor, depth = torch.tensor([(a, 0) for a in range(size)] + deep).unbind(1)
-        charged = torch.tensor([(int(a), int(k)) in drawn_elements(runtime, i) for a, k in zip(anchor, depth)])
+        own = set(drawn_elements(runtime, i))
+        charged = torch.tensor([e in own for e in zip(anchor.tolist(), depth.tolist(), strict=True)])
         shifted = torch.cat([doc.logits[1:], torch.zeros_like(doc.logits[:1])])
         result = trainer._peagle_position_loss(
             torch.tensor([*doc.tokens[1:], 0]),

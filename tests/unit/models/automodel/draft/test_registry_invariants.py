@@ -1,4 +1,4 @@
-"""What holds for every draft algorithm, through the seam alone: a real policy's forward, capture, plan, loss, publish."""
+"""What holds for every draft algorithm, through the seam alone: a real policy's forward, plan, loss, publish."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def one_step(
             spoil(runtime, mb, logits)
         out = runtime.loss(mb, logits)
         out.loss.backward()
-        loss += float(out.loss)
+        loss += float(out.loss.detach())
         for name, (num, den) in out.metrics.items():
             old = sums.get(name, (0.0, 0.0))
             sums[name] = (old[0] + float(num), old[1] + float(den))

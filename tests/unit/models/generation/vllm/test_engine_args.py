@@ -32,6 +32,8 @@ def _kwargs(config: GenerationConfig, *, device: str = "cpu", speculative: dict 
         seed=1,
         speculative_config=speculative,
         trained_draft_tensors=("fc.weight",) if speculative else (),
+        frozen_draft_tensors=("embed_tokens.weight",) if speculative else (),
+        draft_extension="module:function" if speculative else None,
         limits=LIMITS,
     )
 
@@ -84,6 +86,11 @@ def test_speculation_reaches_the_engine_with_its_counters() -> None:
     spec = _kwargs(_config(), speculative={"method": "x", "num_speculative_tokens": 3})
     assert spec["speculative_config"] == {"method": "x", "num_speculative_tokens": 3}
     assert spec["per_request_spec_decode_metrics"] == "detailed"
+    assert spec["additional_config"]["nemo_rl"] == {
+        "trained_draft_tensors": ["fc.weight"],
+        "frozen_draft_tensors": ["embed_tokens.weight"],
+        "draft_extension": "module:function",
+    }
 
 
 def test_free_engine_arguments_pass_through() -> None:

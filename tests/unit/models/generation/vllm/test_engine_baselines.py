@@ -73,6 +73,7 @@ def test_greedy_decoding_equals_plain_decoding(engine: tuple[str, Served], refer
     out = served.worker.generate(data, greedy=True)
     used = served.worker.spec_counters() - before
     assert used.num_drafts > 0
+    assert torch.get_num_threads() == 1, "numba must not give torch its own number of threads"
     assert 0 < used.num_accepted_tokens < used.num_draft_tokens, used
     for row, start in enumerate(data["input_lengths"].tolist()):
         tokens = out["output_ids"][row, : int(out["unpadded_sequence_lengths"][row])]
@@ -128,7 +129,7 @@ def test_refit_without_a_draft_reaches_the_engine(engine: tuple[str, Served], re
     _, served = engine
     data = repetitive_prompts(6, seed=3)
     before = served.worker.generate(data, greedy=True)["output_ids"]
-    old, state = served.policy, reference_model.state_dict()
+    old = served.policy
     new = counting.perturbed(old, seed=5, scale=0.3)
     report = served.update(new, {})
     assert report.num_checked == len(new)
@@ -143,7 +144,6 @@ def test_refit_without_a_draft_reaches_the_engine(engine: tuple[str, Served], re
     finally:
         reference_model.load_state_dict(old)
         served.update(old, {})
-    assert state.keys() == old.keys()
 
 
 def test_checks_and_probe_work(engine: tuple[str, Served]) -> None:

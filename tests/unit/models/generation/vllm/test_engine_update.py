@@ -331,7 +331,7 @@ def test_a_draft_parameter_that_no_file_holds_is_refused_at_start(served: Served
 def test_a_tensor_that_is_neither_trained_nor_shared_is_refused_at_start(served: Served, tmp_path) -> None:
     worker = make_worker(served.policy_dir, generation_config())
     draft = counting.write_counting_draft(tmp_path / "draft", served.policy_dir)
-    with pytest.raises(ConfigError, match=r"neither trained nor shared with the policy: \['norm.weight'\]"):
+    with pytest.raises(ConfigError, match=r"neither trained, frozen nor shared with the policy: \['norm.weight'\]"):
         worker.build(
             speculative_config=counting.speculative_config(tmp_path / "draft"),
             trained_draft_tensors=tuple(name for name in draft if name != "norm.weight"),
