@@ -5,7 +5,7 @@ Each function returns complete messages (key, got, allowed, remedy), so that one
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from nemo_rl.models.generation.vllm.speculative import baseline_problems, option_problems, refused_problems
 
@@ -273,7 +273,7 @@ def _data_conflicts(cfg: MasterConfig) -> list[str]:
     return found
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -2,6 +2,7 @@
 #
 #   TINY_POLICY   warm-started policy to start from; made (about two minutes) if it does not exist
 #   RUN_DIR       where the run writes; a temporary directory by default
+#   NUM_STEPS     of the run
 #   PYTHON        interpreter with the program's environment
 set -euo pipefail
 
@@ -9,6 +10,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 TINY_POLICY=${TINY_POLICY:-$ROOT/results/models/tiny-qwen3-64x4-spell}
 RUN_DIR=${RUN_DIR:-$(mktemp -d)}
+NUM_STEPS=${NUM_STEPS:-14}
 export HF_HUB_OFFLINE=1
 
 # run_recipe NAME [key=value...]: fewer samples and steps than the recipe, no checkpoints, no throughput probe.
@@ -19,7 +21,7 @@ run_recipe() {
     "$PYTHON" "$ROOT/examples/run_grpo.py" \
         --config "$ROOT/examples/configs/recipes/llm/$name.yaml" \
         policy.model_name="$TINY_POLICY" \
-        grpo.max_num_steps=10 \
+        grpo.max_num_steps=$NUM_STEPS \
         grpo.num_prompts_per_step=16 \
         policy.train_global_batch_size=128 \
         grpo.val_period=0 grpo.val_at_start=false \
@@ -37,9 +39,9 @@ check() {
 # check_draft: what holds for every draft that is trained and served.
 check_draft() {
     check \
-        'len(data["train/reward"]) == 10' \
+        "len(data['train/reward']) == $NUM_STEPS" \
         'min(data["refit/verified"]) == 1' \
-        'last(data["refit/version"]) == 10' \
+        "last(data['refit/version']) == $NUM_STEPS" \
         'max(data["train/num_skipped_updates"]) == 0' \
         'max(data["train/token_mult_prob_error"]) < 1.01' \
         'last(data["train/draft_loss"]) < first(data["train/draft_loss"])' \

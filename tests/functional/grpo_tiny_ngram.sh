@@ -7,7 +7,7 @@ check \
     'len(data["train/reward"]) == 2' \
     'min(data["refit/verified"]) == 1' \
     'max(data["train/token_mult_prob_error"]) < 1.01' \
-    'min(data["vllm/spec_acceptance_length"]) > 1.05' \
+    'min(data["vllm/spec_acceptance_length"]) > 1' \
     'max(data["vllm/spec_acceptance_length"]) <= 4' \
     'min(data["vllm/spec_tokens_per_forward"]) > 1' \
     'last(data["performance/spec_speedup"]) > 0'

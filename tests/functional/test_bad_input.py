@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 import subprocess
@@ -230,6 +231,175 @@ def test_k_outside_what_the_draft_proposes(refused: Refuse, k: int) -> None:
     )
 
 
+# --- draft algorithms and what they propose with
+
+
+BLOCK = ["policy.draft.algo=dflash", "policy.draft.model_name=null", "policy.draft.mask_token_id=100"]
+
+
+@pytest.mark.parametrize(
+    ("algo", "key", "owner"),
+    [
+        ("eagle3", "block_size", "'dflash' or 'dspark' or 'domino'"),
+        ("peagle", "ttt_steps", "'eagle3'"),
+        ("dflash", "markov_rank", "'dspark'"),
+        ("domino", "num_depths", "'peagle'"),
+        ("eagle2", "shift_label", "'domino'"),
+    ],
+)
+def test_option_of_another_algorithm(refused: Refuse, run: Run, algo: str, key: str, owner: str) -> None:
+    message = f"policy.draft.{key}: got an option of another algo; policy.draft.algo is '{algo}', and {key} belongs to "
+    overrides = [f"policy.draft.algo={algo}", "policy.draft.model_name=null"]
+    expect(refused(*overrides, f"policy.draft.{key}=3"), message + owner, "Remove the key")
+    tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    tree["policy"]["draft"][key] = 3
+    run.config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    expect(refused(*overrides), message + owner)
+
+
+@pytest.mark.parametrize("key", ["total_token", "depth", "top_k", "threshold", "tree_choices"])
+def test_options_of_a_draft_tree(refused: Refuse, key: str) -> None:
+    text = refused("policy.draft.algo=eagle2", "policy.draft.model_name=null", f"policy.draft.{key}=4")
+    expect(text, f"policy.draft.{key}: got an option that does not exist here", "no draft tree", "Remove the key")
+    text = refused(f"++{SPEC}.{key}=4")
+    expect(text, f"{SPEC}.{key}: got 4", "no draft tree", "Remove the key")
+
+
+def test_speculative_token_tree(refused: Refuse) -> None:
+    expect(refused(f"++{SPEC}.speculative_token_tree='[(0,)]'"), f"{SPEC}.speculative_token_tree", "no draft tree")
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_k_that_is_not_the_blocks(refused: Refuse, k: int) -> None:
+    text = refused(*BLOCK, "policy.draft.block_size=5", f"{SPEC}.num_speculative_tokens={k}")
+    expect(text, f"{SPEC}.num_speculative_tokens: got {k}", "4", "policy.draft.block_size" if k < 4 else "from 1 to 4")
+
+
+def test_k_beyond_the_trained_depths(refused: Refuse) -> None:
+    overrides = ["policy.draft.algo=peagle", "policy.draft.model_name=null", "policy.draft.mask_token_id=100"]
+    text = refused(*overrides, "policy.draft.num_depths=2")
+    expect(text, f"{SPEC}.num_speculative_tokens: got 3", "from 1 to 2")
+
+
+@pytest.mark.parametrize("algo", ["peagle", "dflash", "dspark", "domino"])
+def test_missing_placeholder(refused: Refuse, algo: str) -> None:
+    text = refused(f"policy.draft.algo={algo}", "policy.draft.model_name=null")
+    expect(text, "policy.draft.mask_token_id: got", "Set it")
+
+
+def write_tokenizer(directory: Path) -> None:
+    content = {
+        "model": {"type": "BPE", "vocab": {chr(97 + i): i for i in range(26)}},
+        "added_tokens": [{"id": 26, "content": "<|reserved|>", "special": True}],
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_placeholder_that_is_a_token_of_text(refused: Refuse, run: Run) -> None:
+    write_tokenizer(run.policy)
+    text = refused(*BLOCK, "policy.draft.mask_token_id=3")
+    expect(text, "policy.draft.mask_token_id: got 3", "the token 'd'", "never occurs", f"e.g. {VOCAB - 1}")
+
+
+@pytest.mark.parametrize("token", [26, 27, VOCAB - 1])
+def test_placeholder_that_no_text_holds_is_accepted(run: Run, token: int) -> None:
+    write_tokenizer(run.policy)
+    checked = preflight(build_master_config(load_config(run.config, [*BLOCK, f"policy.draft.mask_token_id={token}"])))
+    assert checked.draft_spec.architecture.mask_token_id == token
+
+
+def test_placeholder_beyond_the_embedding(refused: Refuse) -> None:
+    text = refused(*BLOCK, f"policy.draft.mask_token_id={VOCAB}")
+    expect(text, f"policy.draft.mask_token_id: got {VOCAB}", f"from 0 to {VOCAB - 1}")
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_head_that_the_engine_cannot_serve(refused: Refuse, run: Run, head: str) -> None:
+    overrides = [*BLOCK, "policy.draft.algo=dspark", f"policy.draft.markov_head_type={head}"]
+    expect(refused(*overrides), f"policy.draft.markov_head_type: got {head}", "policy.draft.serve: false")
+    trained_only = [*overrides, "policy.draft.serve=false", f"~{SPEC}", "policy.draft.block_size=4"]
+    assert preflight(build_master_config(load_config(run.config, trained_only))).draft_spec.serving is None
+
+
+# --- a draft that is not trained, or not served
+
+
+def test_static_without_a_draft_to_serve(refused: Refuse) -> None:
+    text = refused("policy.draft.static=true", "policy.draft.model_name=null")
+    expect(text, "policy.draft.static: got true with policy.draft.model_name: null", "Set policy.draft.model_name")
+
+
+def test_static_with_training_options(refused: Refuse) -> None:
+    text = refused("policy.draft.static=true", "policy.draft.warmup_steps=5", "policy.draft.max_grad_norm=0.5")
+    expect(text, "policy.draft.warmup_steps, policy.draft.max_grad_norm", "is not trained", "Remove them")
+
+
+def test_static_draft_is_accepted(run: Run) -> None:
+    spec = preflight(build_master_config(load_config(run.config, ["policy.draft.static=true"]))).draft_spec
+    assert spec.is_static
+    assert spec.published_names == ()
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"), [("lm_hed", "is no part of this draft"), ("embed_tokens", "is the policy's")]
+)
+def test_frozen_part_that_the_draft_does_not_have(refused: Refuse, part: str, reason: str) -> None:
+    expect(refused(f"policy.draft.freeze=[{part}]"), f"policy.draft.freeze: got '{part}', which {reason}", "lm_head")
+
+
+def test_everything_frozen(refused: Refuse) -> None:
+    expect(refused("policy.draft.freeze=[fc,layers,norm,lm_head]"), "policy.draft.freeze: got", "policy.draft.static")
+
+
+def test_neither_served_nor_trained(refused: Refuse) -> None:
+    text = refused("policy.draft.serve=false", "policy.draft.loss_weight=0", f"~{SPEC}")
+    expect(text, "policy.draft.serve: got false with policy.draft.loss_weight: 0", "does nothing")
+
+
+@pytest.mark.parametrize("off", ["policy.draft.serve=false", "policy.draft.enabled=false"])
+def test_k_without_anything_that_proposes(refused: Refuse, off: str) -> None:
+    expect(refused(off), f"{SPEC}.method: got nothing", "'ngram'", "remove the block")
+
+
+@pytest.mark.parametrize("off", ["policy.draft.serve=false", "policy.draft.enabled=false"])
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_baselines_beside_or_without_a_draft_are_accepted(run: Run, off: str, method: str | None) -> None:
+    overrides = [off, f"~{SPEC}" if method is None else f"++{SPEC}.method={method}"]
+    checked = preflight(build_master_config(load_config(run.config, overrides)))
+    assert (checked.draft_spec is None) == ("enabled" in off)
+
+
+# --- speculation without a draft
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        pytest.param([f"++{SPEC}.method=n-gram"], [f"{SPEC}.method: got 'n-gram'", "'ngram'"], id="method"),
+        pytest.param(
+            [f"++{SPEC}.method=ngram", f"++{SPEC}.prompt_lookup_min=4", f"++{SPEC}.prompt_lookup_max=2"],
+            [f"{SPEC}.prompt_lookup_min: got 4", "at most prompt_lookup_max (2)"],
+            id="min-above-max",
+        ),
+        pytest.param(
+            [f"++{SPEC}.method=ngram", f"++{SPEC}.prompt_lookup_max=0"],
+            [f"{SPEC}.prompt_lookup_max: got 0", ">= 1"],
+            id="max-zero",
+        ),
+        pytest.param([f"++{SPEC}.method=medusa"], [f"{SPEC}.model: got nothing", "directory"], id="no-model"),
+        pytest.param([f"++{SPEC}.method=ngram_gpu"], [f"{SPEC}.method: got 'ngram_gpu'", "on CPU"], id="gpu-only"),
+    ],
+)
+def test_baseline_that_the_engine_would_refuse(refused: Refuse, overrides: list[str], parts: list[str]) -> None:
+    expect(refused("policy.draft.enabled=false", *overrides), *parts)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("arctic_inference") is not None, reason="the package is installed")
+def test_suffix_without_its_package(refused: Refuse) -> None:
+    text = refused("policy.draft.enabled=false", f"++{SPEC}.method=suffix")
+    expect(text, f"{SPEC}.method: got 'suffix'", "arctic_inference must be installed", "ngram")
+
+
 def test_static_speculation_of_another_method(refused: Refuse) -> None:
     expect(refused(f"++{SPEC}.method=ngram"), f"{SPEC}.method: got 'ngram'", "Remove the key")
 
@@ -319,7 +489,7 @@ def test_sequences_beyond_the_policys_positions(refused: Refuse) -> None:
 def test_scaled_rope_stretches_the_positions(run: Run) -> None:
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": POSITIONS}
     edit_json(run.policy / "config.json", rope_scaling=scaling)
-    overrides = ["policy.max_total_sequence_length=300", "policy.draft.enabled=false"]
+    overrides = ["policy.max_total_sequence_length=300", "policy.draft.enabled=false", f"~{SPEC}"]
     assert preflight(build_master_config(load_config(run.config, overrides))).draft_spec is None
 
 
@@ -521,7 +691,8 @@ def test_checkpoint_of_a_draft_of_another_shape(refused: Refuse, checkpoint: Pat
 
 def test_checkpoint_with_a_draft_for_a_run_without(refused: Refuse, checkpoint: Path) -> None:
     assert checkpoint.is_dir()
-    expect(refused("policy.draft.enabled=false"), "policy.draft.enabled: got false", "step_5 holds a draft")
+    text = refused("policy.draft.enabled=false", f"~{SPEC}")
+    expect(text, "policy.draft.enabled: got false", "step_5 holds a draft")
 
 
 def test_checkpoint_without_a_draft_for_a_run_with_one(refused: Refuse, checkpoint: Path) -> None:

@@ -85,7 +85,7 @@ class Engine:
 
 class Learner:
     def __init__(self, log: list[str]) -> None:
-        self._log, self.batches, self.skipped = log, [], 0
+        self._log, self.batches, self.skipped, self.draft = log, [], 0, None
 
     def prepare_for_training(self) -> None:
         self._log.append("prepare_for_training")
@@ -114,7 +114,7 @@ class Learner:
             "lr": 0.1,
             "global_valid_toks": float(tokens),
             "metrics": {name: (float(num), float(den)) for name, (num, den) in out.metrics.items()},
-            "draft": None,
+            "draft": self.draft,
             "num_skipped_updates": self.skipped,
             "timing": {"forward_backward": 0.25},
         }
@@ -153,7 +153,7 @@ class Parity:
     def shutdown(self) -> None: ...
 
 
-def make(tmp_path: Path, **grpo: Any) -> tuple[GRPOComponents, list[str]]:
+def make(tmp_path: Path, policy: dict[str, Any] | None = None, **grpo: Any) -> tuple[GRPOComponents, list[str]]:
     log: list[str] = []
     settings = {
         "num_prompts_per_step": NUM_PROMPTS,
@@ -163,7 +163,8 @@ def make(tmp_path: Path, **grpo: Any) -> tuple[GRPOComponents, list[str]]:
     } | grpo
     cfg: MasterConfig = build_master_config(
         {
-            "policy": {"model_name": "unused", "train_global_batch_size": NUM_PROMPTS * NUM_GENERATIONS},
+            "policy": {"model_name": "unused", "train_global_batch_size": NUM_PROMPTS * NUM_GENERATIONS}
+            | (policy or {}),
             "grpo": settings,
             "checkpointing": {"checkpoint_dir": str(tmp_path / "checkpoints"), "save_period": 2},
             "logger": {"log_dir": str(tmp_path / "logs"), "tensorboard_enabled": False},
@@ -228,6 +229,47 @@ def test_metrics_state_and_checkpoint_describe_the_run(tmp_path: Path) -> None:
     assert restored.val_metrics == {}  # validated at step 2, not 3: older figures must not rank these weights
     assert dataclasses.replace(restored, val_metrics=state.val_metrics) == state
     assert resume.training_info["train_metrics"]["train/reward"] == table["train/reward"][3]
+
+
+TRAINED_DRAFT = {
+    "loss": 2.0,
+    "grad_norm": 0.5,
+    "lr": 0.1,
+    "scalars": {"expected_acceptance_length": 1.75, "num_skipped_updates": 0.0},
+    "metrics": {"prefix_greedy_1": (9.0, 12.0), "prefix_greedy_2": (0.0, 12.0)},
+}
+
+
+@pytest.mark.parametrize("is_served", [True, False], ids=["served", "not-served"])
+def test_the_gap_between_engine_and_trainer_is_logged_for_a_served_draft(tmp_path: Path, is_served: bool) -> None:
+    """The engine of these tests accepts the first of two tokens always: length 2, rates 1 and 0."""
+    spec = {"num_speculative_tokens": 2} | ({} if is_served else {"method": "ngram"})
+    policy = {
+        "draft": {"enabled": True, "serve": is_served},
+        "generation": {"vllm_kwargs": {"speculative_config": spec}},
+    }
+    components, _ = make(tmp_path, policy, max_num_steps=1)
+    components.policy.draft = TRAINED_DRAFT
+    grpo_train(components)
+    table = read_metrics(components.logger.metrics_path)
+    assert table["train/draft_expected_acceptance_length"] == {1: 1.75}
+    gaps = {name: values[1] for name, values in table.items() if name.startswith("train/draft_acceptance_gap")}
+    expected = {
+        "train/draft_acceptance_gap": 0.25,
+        "train/draft_acceptance_gap_1": 0.25,
+        "train/draft_acceptance_gap_2": 0.0,
+    }
+    assert gaps == (expected if is_served else {})
+
+
+def test_a_step_that_did_not_train_the_draft_logs_nothing_of_it(tmp_path: Path) -> None:
+    policy = {
+        "draft": {"enabled": True},
+        "generation": {"vllm_kwargs": {"speculative_config": {"num_speculative_tokens": 2}}},
+    }
+    components, _ = make(tmp_path, policy, max_num_steps=1)
+    grpo_train(components)
+    assert not [name for name in read_metrics(components.logger.metrics_path) if name.startswith("train/draft")]
 
 
 def test_consolidated_weights_are_saved_on_request(tmp_path: Path) -> None:

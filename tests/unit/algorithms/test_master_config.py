@@ -176,6 +176,56 @@ def draft(spec: Any, **changes: Any) -> dict[str, Any]:
         ),
         pytest.param(draft(3), [f"{SPEC}: got 3", "must be a mapping"], id="spec-not-a-mapping"),
         pytest.param(
+            draft({"num_speculative_tokens": 0}, algo="eagle1"),
+            [f"{SPEC}.num_speculative_tokens: got 0", "an integer >= 1", "Set it, e.g. to 3"],
+            id="k-zero-of-a-draft-without-limit",
+        ),
+        pytest.param(
+            draft({"num_speculative_tokens": 8}, algo="dflash", block_size=8),
+            [f"{SPEC}.num_speculative_tokens: got 8", "from 1 to 7"],
+            id="k-beyond-the-block",
+        ),
+        pytest.param(
+            draft({"num_speculative_tokens": 3, "prompt_lookup_max": 3}),
+            [f"{SPEC}.prompt_lookup_max: got 3", "an option of 'ngram'"],
+            id="lookup-with-a-draft",
+        ),
+        pytest.param(
+            draft({"num_speculative_tokens": 3, "speculative_token_tree": "[(0,)]"}),
+            [f"{SPEC}.speculative_token_tree: got", "no draft tree"],
+            id="tree",
+        ),
+        pytest.param(
+            draft({"num_speculative_tokens": 3}, static=True),
+            ["policy.draft.static: got true with policy.draft.model_name: null", "Set policy.draft.model_name"],
+            id="static-without-draft",
+        ),
+        pytest.param(
+            draft({"num_speculative_tokens": 3}, static=True, model_name="/d", train_every=2, freeze=["lm_head"]),
+            ["policy.draft.static: got true with policy.draft.train_every, policy.draft.freeze", "is not trained"],
+            id="static-with-training-keys",
+        ),
+        pytest.param(
+            draft(None, serve=False, static=True, model_name="/d"),
+            ["policy.draft.serve: got false with policy.draft.static: true", "does nothing"],
+            id="static-and-not-served",
+        ),
+        pytest.param(
+            draft(None, serve=False, loss_weight=0.0),
+            ["policy.draft.serve: got false with policy.draft.loss_weight: 0", "does nothing"],
+            id="neither-served-nor-trained",
+        ),
+        pytest.param(
+            draft({"num_speculative_tokens": 3}, serve=False),
+            [f"{SPEC}.method: got nothing", "no draft of policy.draft is served", "remove the block"],
+            id="k-of-a-draft-that-is-not-served",
+        ),
+        pytest.param(
+            {"policy__generation__vllm_kwargs": {"speculative_config": {"num_speculative_tokens": 3}}},
+            [f"{SPEC}.method: got nothing", "'ngram'", "remove the block"],
+            id="k-without-draft",
+        ),
+        pytest.param(
             {
                 "policy__generation__vllm_kwargs": {
                     "speculative_config": {"method": "ngram", "num_speculative_tokens": 0}
@@ -219,6 +269,24 @@ def test_draft_is_served_with_the_method_it_needs() -> None:
     for method in cfg.policy.draft.serving_methods:
         same = build(**draft({"num_speculative_tokens": 3, "method": method}))
         assert same.policy.generation.speculative_config == {"num_speculative_tokens": 3, "method": method}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [None, {"method": "ngram", "num_speculative_tokens": 5}, {"method": "suffix", "num_speculative_tokens": 9}],
+    ids=["plain", "ngram", "suffix"],
+)
+def test_a_draft_that_is_not_served_leaves_speculation_to_the_user(spec: dict[str, Any] | None) -> None:
+    """K is then no matter of the draft: neither needed nor bounded by it."""
+    cfg = build(**draft(spec, serve=False, ttt_steps=3))
+    assert cfg.policy.draft_enabled
+    assert not cfg.policy.draft_served
+    assert cfg.policy.generation.speculative_config == spec
+
+
+def test_a_static_draft_needs_no_more_than_its_directory() -> None:
+    cfg = build(**draft({"num_speculative_tokens": 3}, static=True, model_name="/d", loss_weight=0.0))
+    assert cfg.policy.draft_served
 
 
 def test_no_speculation_by_default() -> None:

@@ -17,6 +17,13 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert fold({"seen": (0.0, 2.0), "unseen": (0.0, 0.0)}) == {"seen": 0.0}
 
 
+def test_forwards_without_a_proposal_are_counted_too() -> None:
+    counters = SpecCounters(4, 12, 6, (3, 2, 1), num_decode_tokens=20, num_forwards=14)
+    metrics = acceptance_metrics(counters, prefix="")
+    assert metrics["acceptance_length"] == 2.5
+    assert metrics["tokens_per_forward"] == pytest.approx(20 / 14)
+
+
 def test_acceptance_length_counts_the_target_token() -> None:
     counters = SpecCounters(num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15, accepted_per_pos=(9, 4, 2))
     metrics = acceptance_metrics(counters, prefix="s/")

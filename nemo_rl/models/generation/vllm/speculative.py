@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.draft.config import DraftConfig, DraftConfigBase
@@ -33,7 +33,7 @@ class _Option:
     is_valid: Callable[[Any], bool]
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -64,6 +64,9 @@ _MODEL_METHODS = frozenset({"custom_class", "draft_model", "medusa", "mlp_specul
 }
 _SELF_DRAFTING_METHODS = frozenset({"mtp"})
 """Methods that need no `model`: the draft is part of the policy's checkpoint."""
+
+KNOWN_METHODS = (*DRAFT_FREE_METHODS, *sorted(_MODEL_METHODS | _SELF_DRAFTING_METHODS))
+"""Values of `method` that propose tokens."""
 
 EXACT_REJECTION_METHODS = frozenset({"standard", "block"})
 """Rejection sampling whose output has exactly the target's distribution."""
@@ -126,14 +129,15 @@ def baseline_problems(user: Mapping[str, Any], *, device: str | None = None) -> 
         One message per problem.
     """
     method, model, k = user.get("method"), user.get("model"), user.get("num_speculative_tokens")
-    known = [*DRAFT_FREE_METHODS, *sorted(_MODEL_METHODS | _SELF_DRAFTING_METHODS)]
     if method is None and model is None:
         return [
-            f"{SPEC_KEY}.method: got nothing, and no draft of {DRAFT_KEY} is served; must be one of {known}. Name one, "
-            f"or remove the block to decode without speculation: '~{SPEC_KEY}'."
+            f"{SPEC_KEY}.method: got nothing, and no draft of {DRAFT_KEY} is served; must be one of "
+            f"{list(KNOWN_METHODS)}. Name one, or remove the block to decode without speculation: '~{SPEC_KEY}'."
         ]
-    if method is not None and method not in known:
-        return [f"{SPEC_KEY}.method: got {method!r}; must be one of {known}. Correct it, or remove the block."]
+    if method is not None and method not in KNOWN_METHODS:
+        return [
+            f"{SPEC_KEY}.method: got {method!r}; must be one of {list(KNOWN_METHODS)}. Correct it, or remove the block."
+        ]
     found = option_problems(user, method=method)
     if not _is_int(k) or k < 1:
         got = "nothing" if k is None else repr(k)
