@@ -12,8 +12,9 @@
     prefix_hit_{j}            products over ordinals 1..j of top1,
     prefix_greedy_{j}           of accept_greedy,
     prefix_overlap_{j}          of accept_overlap; per chain that is supervised so far
-    replayed_acceptance_{j}   the first j proposed tokens were accepted, replaying the engine along the sampled
-    responses replayed_acceptance_length  mean tokens per verification of that replay
+    replayed_acceptance_{j}   the first j proposed tokens were accepted, replaying the engine along the responses
+    replayed_acceptance_length
+                              mean tokens per verification of that replay
     coverage                  the policy's mass on the draft's ids
     argmax_in_vocab           the policy's most likely token is a draft id
     documents_without_chain   documents with nothing to learn from
