@@ -42,8 +42,6 @@ class ServedDraft:
     def __init__(
         self, policy_dir: Path, policy: torch.nn.Module, runtime: Any, draft_dir: Path, *, new_tokens: int
     ) -> None:
-        self.policy = policy
-        self._policy = {name: p.detach().clone() for name, p in policy.named_parameters()}
         runtime.export(str(draft_dir), policy)
         config = GenerationConfig(
             max_new_tokens=new_tokens,
@@ -60,10 +58,11 @@ class ServedDraft:
         )
         self.version = -1
 
-    def refit(self, runtime: Any) -> None:
-        """Publish the draft (and the unchanged policy) as a training step does."""
-        draft = {name.removeprefix(DRAFT_PREFIX): t for name, t in runtime.stream(self.policy)}
-        wire = {**self._policy, **{DRAFT_PREFIX + name: t for name, t in draft.items()}}
+    def refit(self, runtime: Any, policy: torch.nn.Module) -> None:
+        """Publish policy and draft as a training step does."""
+        target = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        draft = {name.removeprefix(DRAFT_PREFIX): t for name, t in runtime.stream(policy)}
+        wire = {**target, **{DRAFT_PREFIX + name: t for name, t in draft.items()}}
 
         def describe(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
             return {name: TensorInfo(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
@@ -72,7 +71,7 @@ class ServedDraft:
         report = self.worker.update_weights(
             RefitPayload(
                 version=self.version,
-                manifest=RefitManifest(policy=describe(self._policy), draft=describe(draft)),
+                manifest=RefitManifest(policy=describe(target), draft=describe(draft)),
                 checksums={name: tensor_checksum(t) for name, t in wire.items()},
                 tensors=pack_tensors(wire.items()),
             )
