@@ -187,12 +187,12 @@ def agreement(runtime: Eagle3Runtime, policy: torch.nn.Module, proposals: list[P
 SETTINGS = {
     1: {},
     2: {"num_layers": 2, "norm_before_residual": True},
-    3: {},
     4: {"norm_output": True},
     5: {"fc_norm": True},
     6: {"norm_before_fc": True},
     7: {},
 }
+"""K -> settings; the plain draft of K = 3 is in test_live_alignment.py."""
 
 
 @pytest.fixture(scope="module", params=sorted(SETTINGS), ids=lambda k: f"K{k}")
