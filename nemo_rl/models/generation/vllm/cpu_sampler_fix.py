@@ -18,6 +18,8 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
+from nemo_rl.models.generation.vllm import cpu_kernel_scan_fix
+
 logger = logging.getLogger(__name__)
 
 STOCK_EXPAND = rejection_sampler.expand_batch_to_tokens
@@ -51,6 +53,7 @@ def expand_batch_to_tokens(
 
 def stock_is_defective() -> bool:
     """Run vLLM's own function on a small CPU input and look at the result."""
+    cpu_kernel_scan_fix.install()  # the next line scans, which fails in a process that has loaded numba
     current_platform.register_triton_kernel_overrides()  # the CPU kernels; an engine's process does it anyway
     counts = torch.tensor([2, 5, 6], dtype=torch.int32)
     # The defect returns whatever the memory holds, which may be the result of an equal call before.
