@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_rl.models.automodel.draft.acceptance import ElementTable, Metrics, element_metrics, replay_metrics
 from nemo_rl.models.automodel.draft.architecture import BlockArchitecture
@@ -195,14 +194,6 @@ class BlockRuntime(_DraftRuntimeBase[BlockConfigT]):
 
     # -- plan --------------------------------------------------------------------------------------------------------
 
-    def begin_global_batch(
-        self, data: BatchedDataDict, *, step: int, dp_group: dist.ProcessGroup | None, policy_model: nn.Module
-    ) -> None:
-        """See `_DraftRuntimeBase.begin_global_batch`; also takes the policy's head rows of the draft's ids."""
-        super().begin_global_batch(data, step=step, dp_group=dp_group, policy_model=policy_model)
-        head = self._head if self._vocab_ids is None else self._head.index_select(0, self._vocab_ids)
-        self._head_rows = head.to(self._compute_dtype)
-
     def _charged(self, sampled: Tensor, doc_ids: Tensor) -> Tensor:
         return charged_anchors(sampled, doc_ids, num_predicted=self._arch.num_predicted)
 
@@ -288,7 +279,7 @@ class BlockRuntime(_DraftRuntimeBase[BlockConfigT]):
             plan=plan,
             features=torch.cat([s.flatten(0, 1).index_select(0, source) for s in states], dim=-1),
             embedding=self._embedding,
-            head=self._head_rows,
+            head=self._head,
             # Columns that pad the vocabulary are no tokens.
             teacher_logits=full_tensor(policy_logits).flatten(0, 1)[:, : self._arch.vocab_size],
             weights=weights / self._denominator,

@@ -234,8 +234,16 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
             self._policy_embedding = full_tensor(embedding_weight(policy_model))
         if not self.contract.trains_lm_head:
             # A tied head is gathered once.
-            is_tied = self._policy_embedding is not None and head_weight(policy_model) is embedding_weight(policy_model)
-            self._policy_head = self._policy_embedding if is_tied else full_tensor(head_weight(policy_model))
+            is_tied = head_weight(policy_model) is embedding_weight(policy_model)
+            gathered = self._policy_embedding if is_tied else None
+            head = full_tensor(head_weight(policy_model)) if gathered is None else gathered
+            self._policy_head = self._own_rows(head).to(self._compute_dtype)
+
+    def _own_rows(self, head: Tensor) -> Tensor:
+        """Rows [D, H] of the draft's ids in the policy's head; rows that pad the vocabulary are no tokens."""
+        if self._vocab_ids is None:
+            return head[: self.spec.architecture.vocab_size]
+        return head.index_select(0, self._vocab_ids)
 
     @property
     def num_updates(self) -> int:
@@ -251,9 +259,9 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
 
     @property
     def _head(self) -> Tensor:
-        """The policy's head at the start of the update, float [V, H], without rows that pad the vocabulary."""
+        """The policy's head rows of the draft's ids at the start of the update, [D, H] in the compute dtype."""
         assert self._policy_head is not None, "begin_global_batch reads the policy's head before the first loss"
-        return self._policy_head[: self.spec.architecture.vocab_size]
+        return self._policy_head
 
     @abstractmethod
     def _plan(self, data: BatchedDataDict, *, step: int) -> Tensor:
@@ -322,8 +330,7 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
         """The policy's present head rows of the draft's ids, float [D, H]; None for a draft that does not send them."""
         if not self.spec.architecture.has_live_head:
             return None
-        assert self._vocab_ids is not None, "a live head belongs to a reduced vocabulary"
-        return full_tensor(head_weight(policy_model)).index_select(0, self._vocab_ids)
+        return self._own_rows(full_tensor(head_weight(policy_model)))
 
     def export(self, directory: str, policy_model: nn.Module) -> None:
         """Write a directory that the engine loads unchanged. Collective; rank 0 writes.

@@ -66,8 +66,11 @@ class DraftSpec:
     @property
     def published_names(self) -> tuple[str, ...]:
         """Names of the tensors that each refit sends to the engine: none of a draft that is static or not served."""
-        if self.serving is None or self.is_static:
-            return () if not self.architecture.has_live_head or self.serving is None else (HEAD,)
+        if self.serving is None:
+            return ()
+        if self.is_static:
+            # It does not change, but the policy's rows that it carries do.
+            return (HEAD,) if self.architecture.has_live_head else ()
         return tuple(name for name in self.architecture.published_shapes() if name not in self.frozen)
 
     @property

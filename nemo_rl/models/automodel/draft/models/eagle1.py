@@ -85,7 +85,7 @@ class Eagle1Inputs:
         hidden_weight: fp32 scalar, factor of an element's distance between states (weight over the global count).
         token_weight: likewise, of its cross-entropy.
         embedding: float [V, H], the policy's live one.
-        head: float [V, H], the policy's live one.
+        head: float [V, H], the policy's live one, in the compute dtype.
         teacher_logits: float [M, V], raw logits of the policy.
     """
 
@@ -149,7 +149,7 @@ class Eagle1Draft(DraftModule):
         features = inputs.features
         if inputs.noise is not None:
             features = features.to(inputs.noise.dtype) + inputs.noise
-        head = inputs.head.to(self.fc.weight.dtype)
+        head = inputs.head
         unroll, hidden = self._start(features, inputs)
         states = hidden.index_select(0, inputs.trained.rows)
         hidden_losses = _state_distance(states, inputs.targets)
