@@ -225,6 +225,50 @@ class CheckpointingConfig(ConfigModel):
     """Also write the policy in Hugging Face layout into each checkpoint."""
 
 
+class RolloutStoreConfig(ConfigModel):
+    """Recorded rollouts, from which a draft can be trained later without generating again."""
+
+    mode: Literal["off", "record", "collect_only"] = "off"
+    """`record` writes every step's rollouts; `collect_only` also leaves the draft untrained in this run."""
+
+    dir: NonEmptyStr = "results/rollouts"
+    """Directory of the store."""
+
+    features: bool = False
+    """Also store what the draft reads of the policy (states of its layers, in `policy.precision`), so that training
+    from the store needs no forward of the policy."""
+
+    max_gigabytes: PositiveFloat | None = None
+    """Size at which a run stops adding to the store; null = never."""
+
+
+class DraftRunConfig(ConfigModel):
+    """Training of the draft beside a policy that stays as it is (examples/run_draft.py)."""
+
+    source: Literal["prompts", "rollouts"] = "prompts"
+    """Where responses come from: sampled from the policy for the prompts of `data`, or read from
+    `rollout_store.dir`."""
+
+    max_num_steps: PositiveInt = 100
+    """Steps after which the run ends."""
+
+    max_num_epochs: PositiveInt = 1
+    """Passes over the prompts or the store."""
+
+    num_prompts_per_step: PositiveInt = interpolated("${grpo.num_prompts_per_step}")
+    """Prompts per step; with recorded rollouts, this many times `num_generations_per_prompt` samples."""
+
+    num_generations_per_prompt: PositiveInt = 1
+    """Responses per prompt."""
+
+    eval_period: NonNegativeInt = 0
+    """Steps between measurements of the acceptance in the live engine; 0 = only before the first step and after the
+    last."""
+
+    num_eval_prompts: PositiveInt = 64
+    """Prompts of such a measurement, from the validation data where there is some."""
+
+
 class WandbConfig(ConfigModel):
     """Weights & Biases."""
 
@@ -331,6 +375,12 @@ class MasterConfig(ConfigModel):
 
     env: EnvConfig = Field(default_factory=EnvConfig)
     """What scores responses."""
+
+    rollout_store: RolloutStoreConfig = Field(default_factory=RolloutStoreConfig)
+    """Recorded rollouts."""
+
+    draft_run: DraftRunConfig = Field(default_factory=DraftRunConfig)
+    """Training of the draft beside a policy that stays as it is; read by examples/run_draft.py only."""
 
     logger: LoggerConfig = Field(default_factory=LoggerConfig)
     """Where metrics go."""

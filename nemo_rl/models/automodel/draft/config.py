@@ -85,7 +85,11 @@ class DraftConfigBase(ConfigModel):
     -1 is the embedding's output (needs `allow_boundary_layers`)."""
 
     draft_vocab_size: PositiveInt | None = None
-    """Token ids that the draft can propose; null = all ids of the policy."""
+    """Token ids that the draft can propose; null = all ids of the policy, or those of `vocab_file`."""
+
+    vocab_file: NonEmptyStr | None = None
+    """Which ids a new draft of a reduced vocabulary proposes: a file made by tools/draft_vocab.py; null = none
+    needed."""
 
     intermediate_size: PositiveInt | None = None
     """Width of the draft's MLP; null = the policy's."""
@@ -112,7 +116,17 @@ class DraftConfigBase(ConfigModel):
     """Allow features from the embedding (-1) and the last layer; the engine hands out the last one before its norm."""
 
     trust_pickle: bool = False
-    """Allow a draft checkpoint that is a pickle file (`*.bin`, `*.pt`), which can run code when it is read."""
+    """Allow a draft checkpoint that is a pickle file (`*.bin`, `*.pt`); it is read with `weights_only`."""
+
+    export_layouts: Annotated[tuple[Literal["native", "speculators"], ...], Field(strict=False, min_length=1)] = (
+        "native",
+    )
+    """Layouts in which checkpoints and the end of the run hold the draft; `native` is `draft/`, which the engine loads,
+    another one `draft_<layout>/` beside it."""
+
+    restart: bool = False
+    """When a run is resumed, start the draft anew instead of from the checkpoint's, with the settings of this run; the
+    policy goes on. For a checkpoint without a draft, or with one of another algorithm or shape."""
 
     optimizer: DraftOptimizerConfig = Field(default_factory=DraftOptimizerConfig)
     """The draft's optimizer group."""

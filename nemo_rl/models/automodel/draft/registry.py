@@ -34,7 +34,15 @@ if TYPE_CHECKING:
 
     from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase
 
-__all__ = ["ALIASES", "DRAFT_ALGORITHMS", "DraftAlgorithm", "adapter_of", "build_draft_runtime", "resolve_spec"]
+__all__ = [
+    "ALIASES",
+    "DRAFT_ALGORITHMS",
+    "DraftAlgorithm",
+    "adapter_of",
+    "algorithm_of",
+    "build_draft_runtime",
+    "resolve_spec",
+]
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,26 @@ def adapter_of(algo: str) -> DraftAdapter[Any, Any]:
         algo: name of the algorithm.
     """
     return _load(_entry(algo).adapter)()
+
+
+def algorithm_of(raw: Mapping[str, Any]) -> str:
+    """The algorithm whose draft a config.json describes.
+
+    Args:
+        raw: the parsed file.
+
+    Raises:
+        ConfigError: none or several recognise it.
+    """
+    found = [algo for algo in DRAFT_ALGORITHMS if adapter_of(algo).claims(raw)]
+    if len(found) != 1:
+        what = f"could be a draft of {found}" if found else "is the draft of no known algorithm"
+        raise ConfigError(
+            f"policy.draft.algo: cannot be told from the config.json, which {what} (architectures "
+            f"{raw.get('architectures')!r}, speculators_model_type {raw.get('speculators_model_type')!r}). Must be one "
+            f"of {sorted(DRAFT_ALGORITHMS)}; name it."
+        )
+    return found[0]
 
 
 def resolve_spec(

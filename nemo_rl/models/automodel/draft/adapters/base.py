@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
 from nemo_rl.models.automodel.draft.config import DraftConfigBase
 
-__all__ = ["K_KEY", "DraftAdapter", "Serving", "SourceConfig"]
+__all__ = ["K_KEY", "LAYOUTS", "DraftAdapter", "Serving", "SourceConfig", "Verifier"]
 
 K_KEY = "policy.generation.vllm_kwargs.speculative_config.num_speculative_tokens"
+
+LAYOUTS = ("native", "speculators")
+"""Layouts of an export: what the engine's authors write, and that of vLLM's speculators library."""
 
 ConfigT = TypeVar("ConfigT", bound=DraftConfigBase)
 ArchT = TypeVar("ArchT", bound=DraftArchitecture)
@@ -23,7 +27,8 @@ class SourceConfig:
     """What a checkpoint's config.json says, before the user's settings are merged in.
 
     Attributes:
-        publisher: `native`, `nemo_rl` (our own export), `automodel` or `speculators`.
+        publisher: who wrote it, as far as that can be told: `nemo_rl` (our own export), `speculators`, `automodel`,
+            `modelopt`, `specforge`, `zlab`, `deepseek`; `native` for the flat layout that several share.
         fields: arguments of the algorithm's architecture other than `feature_ids`.
         feature_ids: canonical ids, or None when the file does not say.
         num_features: features that the file counts, or None.
@@ -35,6 +40,18 @@ class SourceConfig:
     feature_ids: tuple[int, ...] | None
     num_features: int | None = None
     is_norm_output_ambiguous: bool = False
+
+
+class Verifier(NamedTuple):
+    """The policy as the speculators layout names it.
+
+    Attributes:
+        name_or_path: of its checkpoint.
+        architectures: of its config.json.
+    """
+
+    name_or_path: str
+    architectures: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,17 @@ class DraftAdapter(ABC, Generic[ConfigT, ArchT]):
         """
         return {}
 
+    layouts: ClassVar[tuple[str, ...]] = ("native",)
+    """Those of `LAYOUTS` that this algorithm has; the first is the one that checkpoints hold."""
+
+    def claims(self, raw: Mapping[str, Any]) -> bool:
+        """Whether a config.json says that it describes a draft of this algorithm; whether it can be used is not asked.
+
+        Args:
+            raw: the parsed file.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def read_config(self, raw: Mapping[str, Any]) -> SourceConfig:
         """Recognise the publisher of a draft and read its config.json.
@@ -144,6 +172,23 @@ class DraftAdapter(ABC, Generic[ConfigT, ArchT]):
             arch: the draft.
             dtype: of the weights beside it.
         """
+
+    def write_speculators(self, arch: ArchT, *, dtype: str, k: int, verifier: Verifier) -> dict[str, Any]:
+        """The config.json of an export in the speculators layout.
+
+        Args:
+            arch: the draft.
+            dtype: of the weights beside it.
+            k: tokens proposed per step.
+            verifier: the policy.
+
+        Raises:
+            ConfigError: the layout has no such draft.
+        """
+        raise ConfigError(
+            f"policy.draft.export_layouts: got speculators; a draft of algorithm {self.algo} exists in "
+            f"{list(self.layouts)} only. Remove it."
+        )
 
     @abstractmethod
     def serving(self, arch: ArchT, *, device: str | None) -> Serving:

@@ -25,7 +25,6 @@ from nemo_rl.models.automodel.draft.config import BlockDraftConfigBase
 
 __all__ = [
     "BlockAdapter",
-    "architecture_name",
     "block_extra",
     "proposed_tokens",
     "read_native_block",
@@ -166,12 +165,6 @@ def _check_block(arch: BlockArchitecture, k: int | None) -> None:
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
-
-
-def architecture_name(raw: Mapping[str, Any]) -> Any:
-    """First entry of a config.json's `architectures`, None without one."""
-    names = raw.get("architectures")
-    return names[0] if isinstance(names, list) and names else None
 
 
 def read_native_block(raw: Mapping[str, Any], *, projectors: tuple[str | None, ...]) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.draft.adapters.base import Serving, SourceConfig
 from nemo_rl.models.automodel.draft.adapters.block import (
     BlockAdapter,
-    architecture_name,
     block_extra,
     proposed_tokens,
     read_native_block,
     read_speculators_block,
     written_block,
 )
-from nemo_rl.models.automodel.draft.adapters.fields import EXPORT_MARK, KEY
+from nemo_rl.models.automodel.draft.adapters.fields import EXPORT_MARK, KEY, architecture_name
 from nemo_rl.models.automodel.draft.architecture import DFlashArchitecture, DraftArchitecture
 from nemo_rl.models.automodel.draft.config import DFlashDraftConfig
 

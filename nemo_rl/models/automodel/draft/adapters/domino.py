@@ -12,12 +12,11 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.draft.adapters.base import Serving, SourceConfig
 from nemo_rl.models.automodel.draft.adapters.block import (
     BlockAdapter,
-    architecture_name,
     block_extra,
     read_native_block,
     written_block,
 )
-from nemo_rl.models.automodel.draft.adapters.fields import EXPORT_MARK, KEY, agreed
+from nemo_rl.models.automodel.draft.adapters.fields import EXPORT_MARK, KEY, agreed, architecture_name
 from nemo_rl.models.automodel.draft.architecture import DominoArchitecture, DraftArchitecture
 from nemo_rl.models.automodel.draft.config import DominoDraftConfig
 

@@ -12,13 +12,20 @@ __all__ = [
     "GEOMETRY",
     "KEY",
     "KNOWN",
+    "LIMITS",
     "agreed",
+    "architecture_name",
+    "block_at",
     "check_mask_token",
     "checked_triple",
     "default_feature_ids",
     "feature_ids_from_layer_outputs",
+    "flag_at",
     "flat_rope",
+    "integer_at",
+    "integers_at",
     "kept_extra",
+    "number_at",
     "read_geometry",
     "written_geometry",
 ]
@@ -63,8 +70,134 @@ KNOWN = frozenset(
 )
 """Keys that every adapter reads or rewrites; an adapter adds its own, everything else of a source config is kept."""
 
+LIMITS: Mapping[str, int] = {
+    "hidden_size": 1 << 17,
+    "target_hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "vocab_size": 1 << 24,
+    "draft_vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+}
+"""Largest size that a config.json may name: far above any model, far below what would exhaust memory or time before the
+tensors in the files can contradict it."""
+
 _MULTIMODAL_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+# -- values of a JSON object, typed ----------------------------------------------------------------------------------
+
+
+def block_at(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A nested object; empty when it is absent or null.
+
+    Args:
+        raw: the parsed file, or a block of it.
+        key: name of the value.
+    """
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{KEY}: its config.json has {key} {_short(value)}; must be an object. Correct the file.")
+    return value
+
+
+def integer_at(raw: Mapping[str, Any], key: str, *, low: int = 0, high: int = 1 << 31) -> int | None:
+    """An integer from `low` to `high`; None when it is absent or null. `2.0` and `true` are no integers.
+
+    Args:
+        raw: the parsed file, or a block of it.
+        key: name of the value.
+        low: smallest value that makes sense.
+        high: largest one.
+    """
+    value = raw.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(
+            f"{KEY}: its config.json has {key} {_short(value)}; must be an integer from {low} to {high}. Correct the "
+            "file."
+        )
+    return value
+
+
+def number_at(raw: Mapping[str, Any], key: str) -> float | None:
+    """A finite number; None when it is absent or null.
+
+    Args:
+        raw: the parsed file, or a block of it.
+        key: name of the value.
+    """
+    value = raw.get(key)
+    if value is None:
+        return None
+    # An integer of hundreds of digits is no float either.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
+        raise ConfigError(
+            f"{KEY}: its config.json has {key} {_short(value)}; must be a finite number. Correct the file."
+        )
+    return float(value)
+
+
+def flag_at(raw: Mapping[str, Any], key: str) -> bool | None:
+    """True or false; None when it is absent or null.
+
+    Args:
+        raw: the parsed file, or a block of it.
+        key: name of the value.
+    """
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{KEY}: its config.json has {key} {_short(value)}; must be true or false. Correct the file.")
+    return value
+
+
+def integers_at(
+    raw: Mapping[str, Any], key: str, *, low: int = -1, high: int = LIMITS["num_hidden_layers"]
+) -> tuple[int, ...] | None:
+    """A list of integers from `low` to `high`; None when it is absent, null or empty.
+
+    Args:
+        raw: the parsed file, or a block of it.
+        key: name of the value.
+        low: smallest value that makes sense.
+        high: largest one; also bounds the length.
+    """
+    value = raw.get(key)
+    if value is None or value == []:
+        return None
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) > high
+        or any(isinstance(i, bool) or not isinstance(i, int) or not low <= i <= high for i in value)
+    ):
+        raise ConfigError(
+            f"{KEY}: its config.json has {key} {_short(value)}; must be a list of integers from {low} to {high}. "
+            "Correct the file."
+        )
+    return tuple(value)
+
+
+def architecture_name(raw: Mapping[str, Any]) -> str | None:
+    """First entry of a config.json's `architectures`, None without one.
+
+    Args:
+        raw: the parsed file.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) else None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def kept_extra(raw: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
@@ -104,8 +237,9 @@ def read_geometry(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
     missing = [key for key in GEOMETRY if raw.get(key) is None]
     if missing:
         raise ConfigError(f"{KEY}: its config.json lacks {missing}. Add them; nothing is guessed.")
+    sizes = {key: integer_at(raw, key, low=1, high=high) for key, high in LIMITS.items()}
     for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
+        if flag_at(raw, key):
             raise ConfigError(f"{KEY}: {key} is true; drafts with biases are not supported. Use another draft.")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{KEY}: hidden_act is {raw['hidden_act']!r}; must be silu. Use another draft.")
@@ -113,14 +247,21 @@ def read_geometry(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
         raise ConfigError(
             f"{KEY}: the draft is quantized; a draft to be trained must not be. Use its full-precision form."
         )
-    heads = raw["num_attention_heads"]
-    # Without the key the engine divides; tensor shapes are checked against the result.
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    return {key: raw[key] for key in GEOMETRY} | {
+    eps = number_at(raw, "rms_norm_eps")
+    if eps is None or not 0 < eps < 1:
+        raise ConfigError(f"{KEY}: its config.json has rms_norm_eps {eps}; must be above 0 and below 1.")
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    if sizes["head_dim"] is None and hidden % heads:
+        raise ConfigError(
+            f"{KEY}: its config.json has no head_dim, and num_attention_heads {heads} does not divide hidden_size "
+            f"{hidden}. Add the head_dim that the draft was trained with."
+        )
+    return {key: sizes.get(key, eps) for key in GEOMETRY} | {
         "layer_family": family,
-        "head_dim": head_dim,
-        "target_hidden_size": raw.get("target_hidden_size") or raw["hidden_size"],
-        "draft_vocab_size": raw["vocab_size"] if raw.get("draft_vocab_size") is None else raw["draft_vocab_size"],
+        # Without the key the engine divides; tensor shapes are checked against the result.
+        "head_dim": sizes["head_dim"] or hidden // heads,
+        "target_hidden_size": sizes["target_hidden_size"] or hidden,
+        "draft_vocab_size": sizes["draft_vocab_size"] or raw["vocab_size"],
         "rope": flat_rope(raw, key=KEY),
     }
 
@@ -158,14 +299,14 @@ def flat_rope(raw: Mapping[str, Any], *, key: str) -> dict[str, Any]:
         raw: a config.json.
         key: YAML key named in errors.
     """
-    table = dict(raw.get("rope_parameters") or {})
+    table = dict(block_at(raw, "rope_parameters"))
     if table and all(isinstance(v, Mapping) for v in table.values()):
         if "full_attention" not in table:
             raise ConfigError(
                 f"{key}: rope_parameters has tables for {sorted(table)} only; one for full_attention is needed."
             )
         table = dict(table["full_attention"])
-    scaling = dict(raw.get("rope_scaling") or {})
+    scaling = dict(block_at(raw, "rope_scaling"))
     table = scaling | table
     legacy_type = table.pop("type", None)
     rope_type = table.get("rope_type") or legacy_type or "default"
