@@ -1,11 +1,13 @@
-"""The command that runs GRPO: parse, load, check, run; exit codes as documented in `nemo_rl.errors`.
+"""The commands that train: parse, load, check, run; exit codes as documented in `nemo_rl.errors`.
 
-Installed as `nemo-rl-grpo`; `examples/run_grpo.py` is the same command with the exemplar as default configuration.
+Installed as `nemo-rl-grpo` and `nemo-rl-draft`; `examples/run_grpo.py` and `examples/run_draft.py` are the same
+commands with the exemplar as default configuration.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import signal
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_rl.errors import ConfigError, NemoRLError, WorkerError
 
@@ -27,17 +30,52 @@ _NO_TELEMETRY = {
 }
 
 
-def main(arguments: Sequence[str] | None = None, *, default_config: Path | None = None) -> int:
-    """Run GRPO as the command line says.
+class Command(NamedTuple):
+    """What a command runs."""
+
+    name: str
+    """As installed."""
+    script: str
+    """The script that is the same command."""
+    description: str
+    example: str
+    """An override."""
+    algorithm: str
+    """What its checkpoints say they are."""
+    setup: str
+    """Module whose `run(cfg, checked)` does the work."""
+
+
+GRPO = Command(
+    name="nemo-rl-grpo",
+    script="run_grpo.py",
+    description="Train a policy with GRPO or DAPO, and a speculative-decoding draft beside it.",
+    example="grpo.max_num_steps=10",
+    algorithm="grpo",
+    setup="nemo_rl.algorithms.grpo_setup",
+)
+DRAFT = Command(
+    name="nemo-rl-draft",
+    script="run_draft.py",
+    description="Train a speculative-decoding draft for a policy that stays as it is.",
+    example="draft_run.max_num_steps=10",
+    algorithm="draft",
+    setup="nemo_rl.algorithms.draft_run_setup",
+)
+
+
+def main(arguments: Sequence[str] | None = None, *, default_config: Path | None = None, command: Command = GRPO) -> int:
+    """Run a command as the command line says.
 
     Args:
         arguments: Command line without the program's name; None takes the process's.
         default_config: Configuration when `--config` is not given; None = `--config` is required.
+        command: What to run.
 
     Returns:
         Exit status: 0, 1 for a failure during the run, 2 for input that cannot be used, 130 after Ctrl-C.
     """
-    options = _parse(arguments, default_config=default_config)
+    options = _parse(arguments, default_config=default_config, command=command)
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
@@ -46,7 +84,7 @@ def main(arguments: Sequence[str] | None = None, *, default_config: Path | None 
         os.environ.setdefault(name, value)
     try:
         with _terminable():
-            _run(options.config, options.overrides)
+            _run(command, options.config, options.overrides)
     except NemoRLError as err:
         reported = _reported(err)
         sys.stderr.write(f"error: {reported}\n")
@@ -58,11 +96,16 @@ def main(arguments: Sequence[str] | None = None, *, default_config: Path | None 
 
 
 def entry_point() -> None:
-    """Run the installed command and leave the process with its exit status."""
+    """Run the installed `nemo-rl-grpo` and leave the process with its exit status."""
     sys.exit(main())
 
 
-def _run(config: Path, overrides: list[str]) -> None:
+def draft_entry_point() -> None:
+    """Run the installed `nemo-rl-draft` and leave the process with its exit status."""
+    sys.exit(main(command=DRAFT))
+
+
+def _run(command: Command, config: Path, overrides: list[str]) -> None:
     # Imported here: `--help` must not wait for the schema, nor a wrong configuration for torch and Ray.
     from nemo_rl.utils.config import build_master_config, load_config
     from nemo_rl.utils.preflight import preflight
@@ -71,11 +114,8 @@ def _run(config: Path, overrides: list[str]) -> None:
     cfg = build_master_config(load_config(config, overrides))
     if is_offline_run(cfg):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    checked = preflight(cfg)
-
-    from nemo_rl.algorithms.grpo_setup import run
-
-    run(cfg, checked)
+    checked = preflight(cfg, algorithm=command.algorithm)
+    importlib.import_module(command.setup).run(cfg, checked)
 
 
 def _reported(err: NemoRLError) -> NemoRLError:
@@ -84,11 +124,11 @@ def _reported(err: NemoRLError) -> NemoRLError:
     return cause if isinstance(err, WorkerError) and isinstance(cause, ConfigError) else err
 
 
-def _parse(arguments: Sequence[str] | None, *, default_config: Path | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None, *, default_config: Path | None, command: Command) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="run_grpo.py" if default_config is not None else "nemo-rl-grpo",
-        description="Train a policy with GRPO or DAPO, and a speculative-decoding draft beside it.",
-        epilog="Example: %(prog)s --config recipe.yaml grpo.max_num_steps=10 ++policy.generation.vllm_kwargs.seed=1",
+        prog=command.script if default_config is not None else command.name,
+        description=command.description,
+        epilog=f"Example: %(prog)s --config recipe.yaml {command.example} ++policy.generation.vllm_kwargs.seed=1",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -33,6 +33,9 @@ Deadline = Annotated[str, StringConstraints(pattern=r"^\d{2}:\d{2}:\d{2}:\d{2}$"
 ALGORITHM = "grpo"
 """What checkpoints of this schema's step loop say they are."""
 
+DRAFT_ALGORITHM = "draft"
+"""What checkpoints of a run that trains the draft alone say they are."""
+
 Device = Literal["cuda", "cpu"]
 """A device once `auto` has been decided."""
 
@@ -392,6 +395,17 @@ class MasterConfig(ConfigModel):
     def rollout_batch_size(self) -> int:
         """Samples that one step trains on."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+
+    @property
+    def draft_run_step_size(self) -> int:
+        """Samples of one step of a run that trains the draft alone."""
+        return self.draft_run.num_prompts_per_step * self.draft_run.num_generations_per_prompt
+
+    @property
+    def draft_run_batch_size(self) -> int:
+        """Samples per update of the draft in such a run: as in GRPO, but never more than a step has."""
+        own = self.policy.draft.train_global_batch_size
+        return min(self.policy.train_global_batch_size if own is None else own, self.draft_run_step_size)
 
     @property
     def draft_seed(self) -> int:

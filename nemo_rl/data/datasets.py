@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nemo_rl.data.config import DataConfig
     from nemo_rl.environments.config import EnvConfig
 
-__all__ = ["PromptDataset", "PromptExample", "PromptLoader", "PromptWriter", "build_datasets"]
+__all__ = ["PromptDataset", "PromptExample", "PromptLoader", "PromptWriter", "build_datasets", "build_sources"]
 
 PLACEHOLDER_PROBE = "\N{SNOWMAN}"
 """Stands for a question when a template is checked."""
@@ -157,7 +157,7 @@ def build_datasets(
             "generated reasoning-gym questions only. Set data.dataset_name=reasoning_gym or env.name=math."
         )
     writer = PromptWriter(tokenizer, prompt_file=data.prompt_file, system_prompt_file=data.system_prompt_file)
-    train, val = _sources(data, seed=seed)
+    train, val = build_sources(data, seed=seed)
 
     def prompts(source: QuestionSource) -> PromptDataset:
         return PromptDataset(source, writer, env_name=env.name, max_input_len=max_input_len)
@@ -185,7 +185,19 @@ class _Fields:
         )
 
 
-def _sources(data: DataConfig, *, seed: int) -> tuple[QuestionSource, QuestionSource | None]:
+def build_sources(data: DataConfig, *, seed: int) -> tuple[QuestionSource, QuestionSource | None]:
+    """Build the questions behind the training and, where the configuration has them, the validation prompts.
+
+    Args:
+        data: `data`.
+        seed: draws the part that is held out of a known data set without validation split.
+
+    Returns:
+        (training questions, validation questions or None).
+
+    Raises:
+        ConfigError: anything missing, empty or unreadable; names the key, the file and the row.
+    """
     if data.dataset_name == "reasoning_gym":
         return _reasoning_gym_sources(data)
     if data.dataset_name == "ResponseDataset":

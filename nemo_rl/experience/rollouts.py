@@ -75,6 +75,47 @@ def pack_prompts(
     )
 
 
+def sample_responses(
+    generation: GenerationInterface,
+    examples: list[PromptExample],
+    *,
+    num_generations: int,
+    pad_token_id: int,
+    seeds: list[int],
+    greedy: bool = False,
+) -> tuple[BatchedDataDict, frozenset[int]]:
+    """Sample completions for every prompt, without scoring them.
+
+    Args:
+        generation: the engine group; must hold the current weights.
+        examples: prompts that fit the engine (too long ones are dropped by the caller).
+        num_generations: completions per prompt.
+        pad_token_id: fills the right side.
+        seeds: one per completion, prompt by prompt.
+        greedy: take the most likely token instead of sampling.
+
+    Returns:
+        The batch of a :class:`Rollout` without ``rewards``, and the weight versions that sampled it.
+    """
+    prompts = pack_prompts(examples, num_generations=num_generations, pad_token_id=pad_token_id, seeds=seeds)
+    output = generation.generate(prompts, greedy=greedy)
+    total_lengths = output["unpadded_sequence_lengths"]
+    positions = torch.arange(output["output_ids"].shape[1])[None]
+    token_mask = (positions >= prompts["input_lengths"][:, None]) & (positions < total_lengths[:, None])
+    batch = BatchedDataDict(
+        {
+            "input_ids": output["output_ids"],
+            "input_lengths": total_lengths,
+            "token_mask": token_mask,
+            "sample_mask": torch.ones(prompts.size, dtype=torch.float32),
+            "generation_logprobs": torch.where(token_mask, output["logprobs"], torch.zeros_like(output["logprobs"])),
+            "response_lengths": output["generation_lengths"],
+            "truncated": torch.tensor([reason == "length" for reason in output["finish_reasons"]]),
+        }
+    )
+    return batch, frozenset(output["weight_versions"].tolist())
+
+
 def run_rollout(
     generation: GenerationInterface,
     environment: EnvironmentInterface,
@@ -101,27 +142,18 @@ def run_rollout(
     Returns:
         The scored completions.
     """
-    prompts = pack_prompts(examples, num_generations=num_generations, pad_token_id=pad_token_id, seeds=seeds)
-    output = generation.generate(prompts, greedy=greedy)
-    prompt_lengths, total_lengths = prompts["input_lengths"], output["unpadded_sequence_lengths"]
-    positions = torch.arange(output["output_ids"].shape[1])[None]
-    token_mask = (positions >= prompt_lengths[:, None]) & (positions < total_lengths[:, None])
-
-    rows = zip(output["output_ids"].tolist(), prompt_lengths.tolist(), total_lengths.tolist(), strict=True)
+    batch, versions = sample_responses(
+        generation,
+        examples,
+        num_generations=num_generations,
+        pad_token_id=pad_token_id,
+        seeds=seeds,
+        greedy=greedy,
+    )
+    ends = batch["input_lengths"]
+    rows = zip(batch["input_ids"].tolist(), (ends - batch["response_lengths"]).tolist(), ends.tolist(), strict=True)
     responses = [tokenizer.decode(ids[start:end], skip_special_tokens=True) for ids, start, end in rows]
     metadata = [example.metadata for example in examples for _ in range(num_generations)]
     scored = environment.step(responses, metadata)
-    batch = BatchedDataDict(
-        {
-            "input_ids": output["output_ids"],
-            "input_lengths": total_lengths,
-            "token_mask": token_mask,
-            "sample_mask": torch.ones(len(responses), dtype=torch.float32),
-            "generation_logprobs": torch.where(token_mask, output["logprobs"], torch.zeros_like(output["logprobs"])),
-            "response_lengths": output["generation_lengths"],
-            "truncated": torch.tensor([reason == "length" for reason in output["finish_reasons"]]),
-            "rewards": torch.tensor(scored.rewards, dtype=torch.float32),
-        }
-    )
-    versions = frozenset(output["weight_versions"].tolist())
+    batch["rewards"] = torch.tensor(scored.rewards, dtype=torch.float32)
     return Rollout(batch, responses, list(scored.answers), versions, dict(scored.metrics))

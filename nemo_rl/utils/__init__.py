@@ -4,6 +4,7 @@ config.py           the one loader of configuration files; config_*.py and yaml_
 schema.py           base class of every section of the configuration
 preflight.py        checks of files and devices before anything is started; preflight_*.py are its parts
 model_files.py      model directories on disk (no torch)
+safe_files.py       reading files that somebody else wrote: regular, bounded, JSON of one meaning
 checkpoint.py       checkpoint directories: written whole or not at all, verified, rotated
 logger.py           metric sinks
 system_monitor.py   load and memory of the driver's machine

@@ -26,15 +26,14 @@ import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.utils.checksums import checksums
 from nemo_rl.utils.directories import make_output_dir
 from nemo_rl.utils.timer import TimeoutChecker
 
@@ -50,12 +49,31 @@ TRAINING_INFO_FILE = "training_info.json"
 MANIFEST_FILE = "manifest.json"
 CONFIG_FILE = "config.yaml"
 REQUIRED_TRAINING_INFO = ("algorithm", "consumed_samples", "total_valid_tokens")
+DRAFT_DIR = "draft"
+"""Under the directory of a step, and under the log directory at the end of a run: the draft as the engine loads it."""
 
 _STEP_DIR = re.compile(r"step_(\d+)")
 _TMP_DIR = re.compile(r"tmp_step_(\d+)")
 _OLD_DIR = re.compile(r"old_step_(\d+)")
 _LEFTOVER_DIR = re.compile(r"tmp_(?:step|delete)_\d+")
-_CHUNK_BYTES = 1 << 22
+
+
+def draft_dir_name(layout: str) -> str:
+    """Name of the directory that holds the draft in a layout of `policy.draft.export_layouts`.
+
+    Args:
+        layout: `native` or another one.
+    """
+    return DRAFT_DIR if layout == "native" else f"{DRAFT_DIR}_{layout}"
+
+
+def is_draft_dir(name: str) -> bool:
+    """Whether a directory of a step holds the draft in one of its layouts.
+
+    Args:
+        name: of the directory.
+    """
+    return name == DRAFT_DIR or name.startswith(f"{DRAFT_DIR}_")
 
 
 class ResumePoint(NamedTuple):
@@ -234,25 +252,29 @@ class CheckpointManager:
                 "Continue it with the version that wrote it, or name another directory."
             )
         if algorithm is not None and info["algorithm"] != algorithm:
+            draft = Path(path) / DRAFT_DIR
+            start = f" To start from its draft, set policy.draft.model_name={draft}, too." if draft.is_dir() else ""
             raise ConfigError(
-                f"checkpointing.checkpoint_dir: {path} is a checkpoint of {info['algorithm']!r}; this run is "
-                f"{algorithm!r}. Name another directory, or run the configuration stored in {Path(path) / CONFIG_FILE}."
+                f"checkpointing.checkpoint_dir: {path} is a checkpoint of a {info['algorithm']!r} run; this one is "
+                f"{algorithm!r} and cannot continue it. Name another directory.{start}"
             )
         return info
 
-    def verify(self, path: str | os.PathLike[str]) -> None:
+    def verify(self, path: str | os.PathLike[str], *, with_draft: bool = True) -> None:
         """Compare every file of a checkpoint with its manifest.
 
         Args:
             path: A ``step_N`` directory.
+            with_draft: Look at the draft's directories, too; a run that starts its draft anew reads nothing there.
 
         Raises:
             CheckpointError: A file is missing, shorter or longer than written, or has other content; names the file.
         """
         path = Path(path)
-        files = _read_json(path / MANIFEST_FILE)["files"]
-        for name, expected in files.items():
-            file = path / name
+        files = _read_manifest(path / MANIFEST_FILE)
+        names = [name for name in files if with_draft or not is_draft_dir(name.split("/")[0])]
+        for name in names:
+            file, expected = path / name, files[name]
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing. {self._remedy(path)}")
             size = file.stat().st_size
@@ -260,18 +282,18 @@ class CheckpointManager:
                 raise CheckpointError(
                     f"{file} has {size} bytes; {expected['bytes']} were written (truncated?). {self._remedy(path)}"
                 )
-        for name, checksum in _checksums(path, list(files)).items():
-            if checksum != files[name]["crc32"]:
+        for name, crc in checksums(path, names).items():
+            if crc != files[name]["crc32"]:
                 raise CheckpointError(
-                    f"{path / name} is corrupted: CRC-32 {checksum}, written {files[name]['crc32']}. "
-                    f"{self._remedy(path)}"
+                    f"{path / name} is corrupted: CRC-32 {crc}, written {files[name]['crc32']}. {self._remedy(path)}"
                 )
 
-    def find_resume_point(self, *, algorithm: str | None = None) -> ResumePoint | None:
+    def find_resume_point(self, *, algorithm: str | None = None, with_draft: bool = True) -> ResumePoint | None:
         """Find the latest checkpoint and check it completely: layout, algorithm, every byte.
 
         Args:
             algorithm: See `load_training_info`.
+            with_draft: See `verify`.
 
         Returns:
             None when checkpointing is off or the directory holds no complete checkpoint.
@@ -283,7 +305,7 @@ class CheckpointManager:
         path = self.get_latest_checkpoint_path() if self._cfg.enabled else None
         if path is None:
             return None
-        self.verify(path)
+        self.verify(path, with_draft=with_draft)
         info = self.load_training_info(path, algorithm=algorithm)
         return ResumePoint(path=path, step=int(info["step"]), training_info=info)
 
@@ -376,37 +398,25 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read ({err}). Remove {path.parent} to do without it.") from err
 
 
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    files = _read_json(path).get("files")
+    if not isinstance(files, dict) or not all(
+        isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"} for entry in files.values()
+    ):
+        raise CheckpointError(f"{path} is damaged. Remove {path.parent} to do without it.")
+    return files
+
+
 def _write_manifest(directory: Path) -> None:
     names = sorted(
         file.relative_to(directory).as_posix()
         for file in directory.rglob("*")
         if file.is_file() and file != directory / MANIFEST_FILE
     )
-    checksums = _checksums(directory, names)
-    files = {name: {"bytes": (directory / name).stat().st_size, "crc32": checksums[name]} for name in names}
+    crcs = checksums(directory, names)
+    files = {name: {"bytes": (directory / name).stat().st_size, "crc32": crcs[name]} for name in names}
     text = json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1)
     (directory / MANIFEST_FILE).write_text(text, encoding="utf-8")
-
-
-def _checksums(directory: Path, names: list[str]) -> dict[str, str]:
-    """CRC-32 of files; large ones several at a time (zlib releases the interpreter lock)."""
-    num_large = sum((directory / name).stat().st_size >= _CHUNK_BYTES for name in names)
-    num_threads = min(8, os.cpu_count() or 1, num_large)
-    if num_threads <= 1:
-        return {name: _crc32(directory / name) for name in names}
-    with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        return dict(zip(names, pool.map(lambda name: _crc32(directory / name), names), strict=True))
-
-
-def _crc32(file: Path) -> str:
-    value = 0
-    try:
-        with open(file, "rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                value = zlib.crc32(chunk, value)
-    except OSError as err:
-        raise CheckpointError(f"{file} cannot be read ({err}).") from err
-    return f"{value:08x}"
 
 
 def _sync_tree(directory: Path) -> None:

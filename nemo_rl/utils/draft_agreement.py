@@ -14,6 +14,7 @@ from typing import NamedTuple
 _MEASURED_LENGTH, _MEASURED_RATE = "vllm/spec_acceptance_length", "vllm/spec_acceptance_rate_pos_{}"
 _REPLAYED_LENGTH, _REPLAYED_RATE = "train/draft_replayed_acceptance_length", "train/draft_replayed_acceptance_{}"
 _EXPECTED_LENGTH, _EXPECTED_RATE = "train/draft_expected_acceptance_length", "train/draft_prefix_greedy_{}"
+_EVALUATED_LENGTH, _EVALUATED_RATE = "eval/acceptance_length", "eval/acceptance_rate_pos_{}"
 _GAP = "train/draft_acceptance_gap"
 
 MAX_RATES_SHOWN = 8
@@ -60,6 +61,15 @@ def measured(metrics: Mapping[str, float]) -> Acceptance:
         metrics: Of one step, by their full names.
     """
     return Acceptance(_finite(metrics, _MEASURED_LENGTH), _rates(metrics, _MEASURED_RATE, first=0))
+
+
+def evaluated(metrics: Mapping[str, float]) -> Acceptance:
+    """What the engine's counters say of a measurement of its own, apart from training rollouts.
+
+    Args:
+        metrics: Of one step, by their full names.
+    """
+    return Acceptance(_finite(metrics, _EVALUATED_LENGTH), _rates(metrics, _EVALUATED_RATE, first=0))
 
 
 def trained(metrics: Mapping[str, float]) -> Acceptance:

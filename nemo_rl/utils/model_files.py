@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.utils.safe_files import open_regular, read_json_object, shown
 
 MODEL_FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files of a hub repository that a run needs."""
 
 _INDEX_FILE = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 64 << 20
 
 
 def find_model_dir(name: str, *, key: str) -> Path:
@@ -55,21 +56,15 @@ def read_model_config(directory: Path, *, key: str) -> dict[str, Any]:
         ConfigError: The file is missing or is not a JSON object.
     """
     path = directory / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         raise ConfigError(
             f"{key}: got {str(directory)!r}; must hold a config.json, and it holds none. Name a model directory."
-        ) from None
-    except (OSError, ValueError) as err:
-        raise ConfigError(
-            f"{key}: {path} cannot be read as JSON ({err}). Copy the model again, or name another directory."
-        ) from err
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{key}: {path} must hold a JSON object, got a {type(content).__name__}. Copy the model again."
         )
-    return content
+    try:
+        # Not strict: some policies have infinities in theirs.
+        return read_json_object(path, max_bytes=_MAX_JSON_BYTES, is_strict=False)
+    except CheckpointError as err:
+        raise ConfigError(f"{key}: {err} Copy the model again, or name another directory.") from err
 
 
 def check_weights(directory: Path, *, key: str) -> None:
@@ -116,13 +111,15 @@ def check_safetensors(file: Path, *, key: str) -> None:
     from safetensors import SafetensorError, safe_open  # brings numpy; a run with bad settings need not wait for it
 
     try:
+        open_regular(file).close()  # a pipe would keep the next line waiting
         with safe_open(file, framework="numpy"):
             pass
     except (SafetensorError, OSError) as err:
-        size = file.stat().st_size
+        size = file.stat().st_size if file.is_file() else 0
         hint = " (a Git LFS pointer, not the file itself)" if _is_lfs_pointer(file) else ""
+        reason = err.strerror if isinstance(err, OSError) and err.strerror else err
         raise ConfigError(
-            f"{key}: {file} is not a complete safetensors file: {err}; it has {size} bytes{hint}. Copy it again."
+            f"{key}: {file} is not a complete safetensors file: {reason}; it has {size} bytes{hint}. Copy it again."
         ) from err
 
 
@@ -171,13 +168,18 @@ def _hub_snapshot(name: str, *, key: str) -> Path:
 
 def _shards_of(index: Path, *, key: str) -> set[str]:
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ConfigError(f"{key}: {index} is not a weight index ({err!r}). Copy the model again.") from err
+        table = read_json_object(index, max_bytes=_MAX_JSON_BYTES, is_strict=False).get("weight_map")
+    except CheckpointError as err:
+        raise ConfigError(f"{key}: {err} Copy the model again.") from err
+    if not isinstance(table, dict) or not all(isinstance(shard, str) for shard in table.values()):
+        raise ConfigError(
+            f"{key}: {index} is not a weight index; must have a weight_map of tensor to file. Copy the model again."
+        )
+    shards = set(table.values())
     outside = sorted(shard for shard in shards if Path(shard).name != shard)
     if outside:
         raise ConfigError(
-            f"{key}: {index} names {outside[0]!r}; must be a file name without a path. Copy the model again."
+            f"{key}: {index} names {shown(outside[0])}; must be a file name without a path. Copy the model again."
         )
     return shards
 
@@ -187,5 +189,8 @@ def _pickles_in(directory: Path) -> list[Path]:
 
 
 def _is_lfs_pointer(file: Path) -> bool:
-    with open(file, "rb") as stream:
-        return stream.read(24) == b"version https://git-lfs."
+    try:
+        with open_regular(file) as stream:
+            return stream.read(24) == b"version https://git-lfs."
+    except OSError:
+        return False

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemo_rl.algorithms.config import ALGORITHM
+from nemo_rl.algorithms.config import ALGORITHM, DRAFT_ALGORITHM
+from nemo_rl.algorithms.conflicts import draft_run_conflicts
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.generation.vllm.speculative import (
@@ -24,10 +25,18 @@ from nemo_rl.models.generation.vllm.speculative import (
 from nemo_rl.utils.config_messages import join_problems
 from nemo_rl.utils.model_files import check_weights, find_model_dir, read_model_config
 from nemo_rl.utils.preflight_files import check_checkpoint, check_writable, output_dirs, prompt_problems
-from nemo_rl.utils.preflight_sizes import batch_problems, head_problems, layout_problems, length_problems
+from nemo_rl.utils.preflight_rollouts import check_recorded, check_recording, store_identity
+from nemo_rl.utils.preflight_sizes import (
+    batch_problems,
+    draft_batch_problems,
+    head_problems,
+    layout_problems,
+    length_problems,
+)
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import Device, MasterConfig
+    from nemo_rl.data.rollout_index import StoreIdentity
     from nemo_rl.models.automodel.draft.spec import DraftSpec
 
 T = TypeVar("T")
@@ -52,12 +61,16 @@ class PreflightResult:
     draft_spec: DraftSpec | None
     """The resolved draft; None = the run has no draft."""
 
+    restarts_draft: bool = False
+    """The draft is built anew beside the policy of the checkpoint that the run continues."""
 
-def preflight(cfg: MasterConfig) -> PreflightResult:
+
+def preflight(cfg: MasterConfig, *, algorithm: str = ALGORITHM) -> PreflightResult:
     """Check everything that needs files or devices but neither Ray nor an engine.
 
     Args:
         cfg: A valid configuration.
+        algorithm: What the run trains: `ALGORITHM` or `DRAFT_ALGORITHM`.
 
     Returns:
         The device, the directories and the resolved draft.
@@ -66,10 +79,15 @@ def preflight(cfg: MasterConfig) -> PreflightResult:
         ConfigError: One message that lists every problem found.
     """
     problems: list[str] = []
+    is_draft_run = algorithm == DRAFT_ALGORITHM
+    if is_draft_run:
+        problems += draft_run_conflicts(cfg)
     _gather(problems, lambda: _check_packages(cfg))
     device = _gather(problems, lambda: resolve_device(cfg.cluster.device))
     if device is not None:
         problems += layout_problems(cfg, device) + batch_problems(cfg, device)
+        if is_draft_run:
+            problems += draft_batch_problems(cfg, device)
     model_dir = _gather(problems, lambda: find_model_dir(cfg.policy.model_name, key="policy.model_name"))
     policy_config, draft = None, _Draft(directory=None, spec=None)
     if model_dir is not None:
@@ -81,13 +99,17 @@ def preflight(cfg: MasterConfig) -> PreflightResult:
         problems += _speculation_problems(cfg, device)
         if cfg.policy.draft_enabled:
             draft = _gather(problems, lambda: _resolve_draft(cfg, policy_config, device=device)) or draft
-    problems += prompt_problems(cfg)
+        check_store = _store_check(cfg, is_draft_run=is_draft_run)
+        if check_store is not None and model_dir is not None:
+            _gather(problems, lambda: _check_store(check_store, cfg, model_dir, policy_config, draft.spec))
+    restarts = False
+    problems += _draft_run_prompt_problems(cfg) if is_draft_run else prompt_problems(cfg)
     for key, directory in output_dirs(cfg).items():
         _gather(problems, lambda key=key, directory=directory: check_writable(directory, key=key))
     if not problems:
         # Last, because looking into the directory also clears what an interrupted run left half written.
-        algo, identity = (None, None) if draft.spec is None else (draft.spec.algo, _identity(draft.spec))
-        _gather(problems, lambda: check_checkpoint(cfg, algorithm=ALGORITHM, draft_algo=algo, draft_identity=identity))
+        described = None if draft.spec is None else _describe(cfg, draft.spec)
+        restarts = bool(_gather(problems, lambda: check_checkpoint(cfg, algorithm=algorithm, draft=described)))
     if problems or device is None or model_dir is None or policy_config is None:
         raise ConfigError(join_problems(list(dict.fromkeys(problems))))
     return PreflightResult(
@@ -96,6 +118,7 @@ def preflight(cfg: MasterConfig) -> PreflightResult:
         policy_config=policy_config,
         draft_dir=None if draft.directory is None else str(draft.directory),
         draft_spec=draft.spec,
+        restarts_draft=restarts,
     )
 
 
@@ -105,10 +128,14 @@ class _Draft:
     spec: DraftSpec | None
 
 
-def _identity(spec: DraftSpec) -> dict[str, Any]:
-    """Return what a checkpoint must agree with for its draft weights to fit."""
-    identity = spec.architecture.identity()
-    return identity if spec.vocab_ids is None else identity | {"vocab_ids": list(spec.vocab_ids)}
+def _describe(cfg: MasterConfig, spec: DraftSpec) -> dict[str, Any]:
+    """Return what a checkpoint's draft must agree with for its weights and its optimizer's state to fit."""
+    from nemo_rl.models.automodel.draft.metadata import describe, optimizer_layout
+
+    described = describe(spec, vocab_ids=spec.vocab_ids, optimizer=optimizer_layout(cfg.policy, spec))
+    if spec.architecture.has_vocab_map and spec.vocab_ids is None:
+        del described["spec"]["vocab_ids"]  # in a pickle, which the workers read
+    return described
 
 
 def _gather(problems: list[str], check: Callable[[], T]) -> T | None:
@@ -160,6 +187,33 @@ def _check_tokenizer(cfg: MasterConfig) -> None:
         )
 
 
+def _store_check(cfg: MasterConfig, *, is_draft_run: bool) -> Callable[[MasterConfig, StoreIdentity], None] | None:
+    if is_draft_run:
+        return check_recorded if cfg.draft_run.source == "rollouts" else None
+    return None if cfg.rollout_store.mode == "off" else check_recording
+
+
+def _check_store(
+    check: Callable[[MasterConfig, StoreIdentity], None],
+    cfg: MasterConfig,
+    model_dir: Path,
+    policy_config: dict[str, Any],
+    draft_spec: DraftSpec | None,
+) -> None:
+    if cfg.rollout_store.features and draft_spec is None:
+        return  # what keeps the draft from being resolved is reported already
+    identity = store_identity(cfg, model_dir=model_dir, policy_config=policy_config, draft_spec=draft_spec)
+    check(cfg, identity)
+
+
+def _draft_run_prompt_problems(cfg: MasterConfig) -> list[str]:
+    """Prompts are sampled from, or serve to measure acceptance; a run that does neither needs none."""
+    if cfg.draft_run.source == "prompts":
+        needed = cfg.draft_run.num_prompts_per_step
+        return prompt_problems(cfg, needed=needed, needed_by="draft_run.num_prompts_per_step")
+    return prompt_problems(cfg, needed=1) if cfg.policy.draft_served else []
+
+
 def _resolve_draft(cfg: MasterConfig, policy_config: dict[str, Any], *, device: Device | None) -> _Draft:
     # The registry is torch-free up to here; imported late so that runs without a draft do not read it.
     from nemo_rl.models.automodel.draft.registry import resolve_spec
@@ -169,6 +223,8 @@ def _resolve_draft(cfg: MasterConfig, policy_config: dict[str, Any], *, device: 
     if draft.model_name is not None:
         directory = find_model_dir(draft.model_name, key="policy.draft.model_name")
         draft = draft.model_copy(update={"model_name": str(directory)})
+    if cfg.rollout_store.mode == "collect_only":
+        draft = draft.model_copy(update={"loss_weight": 0.0})  # also a new draft is served as it is
     user = cfg.policy.generation.speculative_config
     spec = resolve_spec(
         draft,

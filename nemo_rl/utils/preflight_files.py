@@ -6,27 +6,31 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint import CONFIG_FILE, DRAFT_DIR, CheckpointManager, is_draft_dir
 from nemo_rl.utils.model_files import check_safetensors
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import MasterConfig
 
-DRAFT_META_FILE = "draft_meta.json"
-DRAFT_FORMAT_VERSION = 1
-
 _CHECKPOINT_KEY = "checkpointing.checkpoint_dir"
 
 
-def prompt_problems(cfg: MasterConfig) -> list[str]:
+def prompt_problems(
+    cfg: MasterConfig, *, needed: int | None = None, needed_by: str = "grpo.num_prompts_per_step"
+) -> list[str]:
     """Check the prompt templates and the local prompt files.
 
     Args:
         cfg: The configuration.
+        needed: Training prompts of one step; None = those of GRPO.
+        needed_by: The configuration's name for that number.
 
     Returns:
         One message per problem.
@@ -42,16 +46,22 @@ def prompt_problems(cfg: MasterConfig) -> list[str]:
         text = Path(data.prompt_file).read_text(encoding="utf-8", errors="replace")
         if "{}" not in text:
             found.append(f"data.prompt_file: {data.prompt_file} must hold {{}} where the question goes. Add it.")
-    needed = int(cfg.grpo.num_prompts_per_step * cfg.grpo.batch_multiplier)
+    if needed is None:
+        needed = int(cfg.grpo.num_prompts_per_step * cfg.grpo.batch_multiplier)
     if data.reasoning_gym is not None and data.dataset_name == "reasoning_gym" and data.reasoning_gym.size < needed:
-        found.append(_too_few("data.reasoning_gym.size", str(data.reasoning_gym.size), needed=needed))
+        got = str(data.reasoning_gym.size)
+        found.append(_too_few("data.reasoning_gym.size", got, needed=needed, needed_by=needed_by))
     if data.dataset_name != "ResponseDataset":
         return found
     for key, name in (("train_data_path", data.train_data_path), ("val_data_path", data.val_data_path)):
         if name is not None and _is_local_file(name):
             fields = (data.input_key, data.output_key)
             found += _rows_problems(
-                name, key=f"data.{key}", fields=fields, needed=needed if key.startswith("train") else 1
+                name,
+                key=f"data.{key}",
+                fields=fields,
+                needed=needed if key.startswith("train") else 1,
+                needed_by=needed_by,
             )
     return found
 
@@ -84,69 +94,83 @@ def check_writable(directory: Path, *, key: str) -> None:
         )
 
 
-def check_checkpoint(
-    cfg: MasterConfig, *, algorithm: str, draft_algo: str | None, draft_identity: dict[str, Any] | None
-) -> None:
+def check_checkpoint(cfg: MasterConfig, *, algorithm: str, draft: Mapping[str, Any] | None) -> bool:
     """Check that the latest checkpoint, if there is one, can be continued with this configuration.
+
+    With `policy.draft.restart` a draft that does not fit, or is not there, is no obstacle. One that fits is started
+    anew as well, but only once: a checkpoint that was written with `restart` set holds the draft that was started anew.
 
     Args:
         cfg: The configuration.
         algorithm: What the checkpoint must say it is.
-        draft_algo: Algorithm of the run's draft; None = the run has no draft.
-        draft_identity: What the draft in the checkpoint must agree with; None = the run has no draft.
+        draft: What `metadata.describe` says of the run's draft; None = the run has no draft.
+
+    Returns:
+        True when the draft is to be started anew beside the checkpoint's policy.
 
     Raises:
         ConfigError: The checkpoint is of another algorithm, layout or draft, or one of its files is damaged.
     """
     directory = Path(cfg.checkpointing.checkpoint_dir)
     if not cfg.checkpointing.enabled or not any(directory.glob("*step_*")):
-        return
+        return False
     manager = CheckpointManager(cfg.checkpointing)
     path = manager.get_latest_checkpoint_path()
     if path is None:
-        return
+        return False
     try:
         manager.load_training_info(path, algorithm=algorithm)
     except (CheckpointError, KeyError) as err:
         raise ConfigError(
             f"{_CHECKPOINT_KEY}: {path} is not a checkpoint of this program ({err}). {_elsewhere(path)}"
         ) from err
-    _check_draft_meta(path, draft_algo=draft_algo, draft_identity=draft_identity)
+    problem = _draft_problem(path, draft)
+    wants_restart = draft is not None and cfg.policy.draft.restart
+    if problem is not None and not wants_restart:
+        raise ConfigError(problem)
+    restarts = wants_restart and (problem is not None or not _was_restarted(path))
     for file in sorted(path.rglob("*.safetensors")):
-        check_safetensors(file, key=_CHECKPOINT_KEY)
+        if not (restarts and is_draft_dir(file.relative_to(path).parts[0])):
+            check_safetensors(file, key=_CHECKPOINT_KEY)
+    return restarts
 
 
-def _check_draft_meta(path: Path, *, draft_algo: str | None, draft_identity: dict[str, Any] | None) -> None:
-    file = path / "draft" / DRAFT_META_FILE
-    if (draft_identity is None) != (not file.is_file()):
-        has, wants = ("no draft", "trains one") if draft_identity is not None else ("a draft", "has none")
-        raise ConfigError(
-            f"policy.draft.enabled: got {str(draft_identity is not None).lower()}; {path} holds {has}, this run "
-            f"{wants}. {_elsewhere(path)}"
+def _draft_problem(path: Path, draft: Mapping[str, Any] | None) -> str | None:
+    """What keeps a checkpoint's draft from being continued."""
+    # Imported late: a run without a draft and without a checkpoint does not read it.
+    from nemo_rl.models.automodel.draft.metadata import META_FILE, RESTART_HINT, differences, read_meta
+
+    directory = path / DRAFT_DIR
+    is_there = (directory / META_FILE).is_file()
+    if draft is None:
+        return (
+            None
+            if not is_there
+            else (f"policy.draft.enabled: got false; {path} holds a draft, this run has none. {_elsewhere(path)}")
         )
-    if draft_identity is None:
-        return
+    if not is_there:
+        return (
+            f"policy.draft.enabled: got true; {path} holds no draft, this run trains one. {_elsewhere(path)} Or "
+            f"{RESTART_HINT}."
+        )
     try:
-        meta = dict(json.loads(file.read_text(encoding="utf-8")))
-        version, algo, spec = meta["format_version"], meta["algo"], dict(meta["spec"])
-    except (OSError, ValueError, TypeError, KeyError) as err:
-        raise ConfigError(f"{_CHECKPOINT_KEY}: {file} cannot be read ({err!r}). {_elsewhere(path)}") from err
-    if version != DRAFT_FORMAT_VERSION:
-        raise ConfigError(
-            f"{_CHECKPOINT_KEY}: {file} has layout {version!r}; must be {DRAFT_FORMAT_VERSION}. {_elsewhere(path)}"
-        )
-    if algo != draft_algo:
-        raise ConfigError(
-            f"policy.draft.algo: got {draft_algo!r}; {path} holds a draft of {algo!r}. {_elsewhere(path)}"
-        )
-    plain = json.loads(json.dumps(draft_identity))
-    changed = sorted(name for name in plain.keys() & spec.keys() if plain[name] != spec[name])
-    if changed:
-        name = changed[0]
-        raise ConfigError(
-            f"policy.draft: the draft of {path} was built with {name} {spec[name]!r}; this run asks for "
-            f"{plain[name]!r} (differs: {', '.join(changed)}). {_elsewhere(path)}"
-        )
+        stored = read_meta(directory)
+    except CheckpointError as err:
+        return f"{_CHECKPOINT_KEY}: {err} {_elsewhere(path)} Or {RESTART_HINT}."
+    differing = differences(stored, draft)
+    if not differing:
+        return None
+    key = "policy.draft.algo" if stored["algo"] != draft["algo"] else "policy.draft"
+    return f"{key}: got another draft than {path} holds ({'; '.join(differing)}). {_elsewhere(path)} Or {RESTART_HINT}."
+
+
+def _was_restarted(path: Path) -> bool:
+    """Whether the run that wrote a checkpoint had `policy.draft.restart` set."""
+    try:
+        stored = yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        return stored["policy"]["draft"]["restart"] is True
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return False
 
 
 def _elsewhere(path: Path) -> str:
@@ -157,7 +181,7 @@ def _is_local_file(name: str) -> bool:
     return Path(name).exists() or Path(name).suffix in (".jsonl", ".json") or name.startswith(("/", ".", "~"))
 
 
-def _rows_problems(name: str, *, key: str, fields: tuple[str, str], needed: int) -> list[str]:
+def _rows_problems(name: str, *, key: str, fields: tuple[str, str], needed: int, needed_by: str) -> list[str]:
     path = Path(name)
     rows, first = 0, None
     try:
@@ -185,13 +209,15 @@ def _rows_problems(name: str, *, key: str, fields: tuple[str, str], needed: int)
             f"{key}: the first row of {name} has no field {missing[0]!r} (it has {', '.join(sorted(row))}). Set "
             "data.input_key and data.output_key."
         ]
-    return [_too_few(key, f"{name} with {rows} rows", needed=needed)] if rows < needed else []
+    if rows >= needed:
+        return []
+    return [_too_few(key, f"{name} with {rows} rows", needed=needed, needed_by=needed_by)]
 
 
-def _too_few(key: str, got: str, *, needed: int) -> str:
+def _too_few(key: str, got: str, *, needed: int, needed_by: str) -> str:
     return (
-        f"{key}: got {got}; must give at least the {needed} prompts of one step (grpo.num_prompts_per_step). "
-        "Give more prompts, or lower grpo.num_prompts_per_step."
+        f"{key}: got {got}; must give at least the {needed} prompts of one step ({needed_by}). Give more prompts, or "
+        f"lower {needed_by}."
     )
 
 

@@ -78,6 +78,26 @@ def batch_problems(cfg: MasterConfig, device: Device) -> list[str]:
     ]
 
 
+def draft_batch_problems(cfg: MasterConfig, device: Device) -> list[str]:
+    """Check that each data-parallel worker's part of an update of a draft run splits evenly into micro-batches.
+
+    Args:
+        cfg: The configuration.
+        device: The device of the run.
+
+    Returns:
+        One message per problem.
+    """
+    batch, ranks = cfg.draft_run_batch_size, max(1, cfg.policy_data_parallel_size(device))
+    if batch % ranks == 0:
+        return []
+    return [
+        f"policy.draft.train_global_batch_size: got {batch} (null = policy.train_global_batch_size, at most the "
+        f"samples of a step); must be a multiple of the number of data-parallel workers ({ranks}). Use "
+        f"{layout.next_multiple(batch, ranks)}, or change draft_run.num_prompts_per_step."
+    ]
+
+
 def length_problems(cfg: MasterConfig, policy_config: dict[str, Any]) -> list[str]:
     """Check the sequence lengths against the positions that the policy was made for.
 

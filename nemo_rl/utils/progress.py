@@ -24,7 +24,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl.utils.draft_agreement import measured, trained
+from nemo_rl.utils.draft_agreement import evaluated, measured, trained
 from nemo_rl.utils.run_summary import RunSummary, TimeSplit, time_split
 
 PLAIN_WIDTH = 110
@@ -148,6 +148,20 @@ class RunProgress:
                 parts.append(_labelled(label, format(plain[name], form), style="magenta"))
         self._console.print(self._fit(parts), soft_wrap=True)
 
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the line of a measurement of the draft's acceptance.
+
+        Args:
+            step: Number of finished steps.
+            metrics: Its metrics, without ``eval/``.
+        """
+        acceptance = evaluated({f"eval/{name}": value for name, value in metrics.items()})
+        shown = acceptance.describe(ceiling=self._ceiling) if acceptance.is_known else "nothing was drafted"
+        parts = [Text(f"evaluation at step {step}", style="bold"), _labelled("accept", shown, style="magenta")]
+        if "num_prompts" in metrics:
+            parts.append(_labelled("prompts", f"{metrics['num_prompts']:.0f}", style="magenta"))
+        self._console.print(self._fit(parts), soft_wrap=True)
+
     def samples(self, step: int, samples: Sequence[tuple[str, str, float]]) -> None:
         """Print transcripts.
 
@@ -160,15 +174,18 @@ class RunProgress:
             title = f"validation sample {number} at step {step}, reward {reward:.3g}"
             self._console.print(self._panel(body, title=title, style="magenta"))
 
-    def summary(self, summary: RunSummary, *, report_path: str | None = None) -> None:
+    def summary(self, summary: RunSummary, *, report_path: str | None = None, draft_path: str | None = None) -> None:
         """Print what the run achieved.
 
         Args:
             summary: See `nemo_rl.utils.run_summary.summarize`.
             report_path: Where the report is; None = none was written.
+            draft_path: Where the draft is; None = the run had none.
         """
         self.close()
         lines: list[tuple[str, object]] = list(summary.lines(arrow=self._mark("→", "->")))
+        if draft_path is not None:
+            lines.append(("draft", draft_path))
         if report_path is not None:
             lines.append(("report", report_path))
         self._console.print(self._panel(_pairs(lines), title="summary", style="green"))
@@ -231,8 +248,8 @@ def _labelled(label: str, value: str, *, style: str) -> Text:
 
 def _split_text(split: TimeSplit) -> Text:
     text = Text(f"{split.total:>4.1f}s ", style="dim")
-    shares = (("gen", split.generation), ("train", split.training), ("refit", split.refit))
-    for number, (label, seconds) in enumerate(shares):
+    phases = (("gen", split.generation), ("train", split.training), ("refit", split.refit))
+    for number, (label, seconds) in enumerate(phase for phase in phases if phase[1] > 0 or split.total <= 0):
         share = 100 * seconds / split.total if split.total > 0 else 0.0
         text.append(" " if number else "(", style="dim")
         text.append(f"{label} ", style="dim")

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from nemo_rl.utils.draft_agreement import measured, trained
+from nemo_rl.utils.draft_agreement import evaluated, measured, trained
 from nemo_rl.utils.logger import MetricTable
 from nemo_rl.utils.run_summary import TimeSplit, finite, step_rows, time_split
 
@@ -110,15 +110,16 @@ def _plot_reward(metrics: MetricTable) -> Plot | None:
 
 
 def _plot_acceptance_length(metrics: MetricTable, *, num_speculative_tokens: int | None) -> Plot | None:
-    engine = finite(metrics, "vllm/spec_acceptance_length")
-    if not engine:
+    engine, held_out = (finite(metrics, name) for name in ("vllm/spec_acceptance_length", "eval/acceptance_length"))
+    if not engine and not held_out:
         return None
     trainer = {
         "replayed in training": (ORANGE, "-.", finite(metrics, "train/draft_replayed_acceptance_length")),
         "expected in training": (PURPLE, ":", finite(metrics, "train/draft_expected_acceptance_length")),
     }
     figure, axes = _figure("tokens per verification")
-    top = max([*engine.values(), *(value for _, _, values in trainer.values() for value in values.values())])
+    drawn = [engine, held_out, *(values for _, _, values in trainer.values())]
+    top = max(value for values in drawn for value in values.values())
     if num_speculative_tokens is not None:
         ceiling = num_speculative_tokens + 1
         top = max(top, float(ceiling))
@@ -126,7 +127,10 @@ def _plot_acceptance_length(metrics: MetricTable, *, num_speculative_tokens: int
     for label, (color, style, values) in trainer.items():
         if values:
             _line(axes, values, color=color, label=label, style=style)
-    _line(axes, engine, color=BLUE, label="measured in rollouts")
+    if engine:
+        _line(axes, engine, color=BLUE, label="measured in rollouts")
+    if held_out:
+        axes.plot(*_xy(held_out), color=VERMILION, marker="D", markersize=6, linestyle="--", label="evaluation")
     axes.set_ylim(0.9, top + 0.06 * (top - 0.9))
     _legend(axes, ncols=2)
     return Plot(
@@ -140,10 +144,12 @@ def _plot_acceptance_length(metrics: MetricTable, *, num_speculative_tokens: int
 
 
 def _plot_acceptance_per_position(metrics: MetricTable) -> Plot | None:
-    by_step = _indexed(metrics, r"vllm/spec_acceptance_rate_pos_(\d+)")
+    # A run that samples nothing itself has measurements of the engine apart from its steps.
+    sources = ((r"vllm/spec_acceptance_rate_pos_(\d+)", measured), (r"eval/acceptance_rate_pos_(\d+)", evaluated))
+    by_step, engine_of = next(((f, of) for pattern, of in sources if (f := _indexed(metrics, pattern))), ({}, measured))
     if not by_step:
         return None
-    both = {step: (measured(row).rates, trained(row).rates) for step, row in step_rows(metrics).items()}
+    both = {step: (engine_of(row).rates, trained(row).rates) for step, row in step_rows(metrics).items()}
     trainer = [{step: values[j] for step, (_, values) in both.items() if j < len(values)} for j in range(len(by_step))]
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     over_steps, by_position = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)

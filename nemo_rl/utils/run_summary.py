@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from nemo_rl.utils.draft_agreement import Acceptance, measured, trained
+from nemo_rl.utils.draft_agreement import Acceptance, evaluated, measured, trained
 from nemo_rl.utils.logger import MetricTable
 
 LAST_STEPS = 3
 """The final value of a noisy metric is its mean over this many last steps."""
 
-_TRAINING_PHASES = ("policy_training", "logprobs")
+_TRAINING_PHASES = ("policy_training", "logprobs", "draft_training")
 
 
 class TimeSplit(NamedTuple):
@@ -74,6 +74,8 @@ class RunSummary:
     """What the engines measured, over the last steps that have the trainer's side too, if any have."""
     trainer_acceptance: Acceptance | None
     """What the training forward found in the same steps."""
+    evaluated_acceptance: tuple[Acceptance, Acceptance] | None
+    """Measured apart from training rollouts, the first time and the last time."""
     draft_loss: FirstLast | None
     refits_verified: int | None
     refits: int | None
@@ -106,6 +108,9 @@ class RunSummary:
         sides = (("engine", self.engine_acceptance), ("trainer", self.trainer_acceptance))
         if any(side is not None and side.rates for _, side in sides):
             yield "acceptance at the end", ", ".join(f"{name} {side.describe()}" for name, side in sides if side)
+        if self.evaluated_acceptance is not None:
+            first, last = self.evaluated_acceptance
+            yield "evaluated acceptance", f"{first.describe()} {arrow} {last.describe()}"
         if self.draft_loss is not None:
             yield "draft loss", change(self.draft_loss, ".3f")
         if self.refits is not None:
@@ -147,13 +152,14 @@ def summarize(
         speedup = speculative / plain
     engine, trainer = _last_acceptance(metrics)
     return RunSummary(
-        num_steps=len(metrics.get("train/reward", metrics.get("train/loss", {}))),
+        num_steps=max(len(metrics.get(f"train/{name}", {})) for name in ("reward", "loss", "draft_loss")),
         reward=_first_last(metrics, "train/reward"),
         validation_accuracy=_first_last(metrics, "validation/accuracy", last_steps=1),
         acceptance_length=_first_last(metrics, "vllm/spec_acceptance_length"),
         num_speculative_tokens=num_speculative_tokens,
         engine_acceptance=engine,
         trainer_acceptance=trainer,
+        evaluated_acceptance=_evaluated(metrics),
         draft_loss=_first_last(metrics, "train/draft_loss"),
         refits_verified=sum(value == 1.0 for value in verified.values()) if verified else None,
         refits=len(metrics["refit/verified"]) if verified else None,
@@ -182,6 +188,12 @@ def _last_acceptance(metrics: MetricTable) -> tuple[Acceptance | None, Acceptanc
     last = known[-LAST_STEPS:]
     engine, trainer = (_mean_acceptance([pair[i] for pair in last if pair[i].is_known]) for i in (0, 1))
     return engine, trainer
+
+
+def _evaluated(metrics: MetricTable) -> tuple[Acceptance, Acceptance] | None:
+    """Acceptance of the first and of the last measurement."""
+    found = [acceptance for row in step_rows(metrics).values() if (acceptance := evaluated(row)).is_known]
+    return (found[0], found[-1]) if found else None
 
 
 def _mean_acceptance(steps: list[Acceptance]) -> Acceptance | None:

@@ -25,10 +25,13 @@ class RefitManifest:
     Attributes:
         policy: Name in the Hugging Face checkpoint to shape and dtype.
         draft: Name in the exported draft directory (no `draft.` prefix) to shape and dtype; empty without a draft.
+        draft_only: The policy is left out on purpose: the engines hold it from an earlier refit, and it has not
+            changed.
     """
 
     policy: Mapping[str, TensorInfo]
     draft: Mapping[str, TensorInfo]
+    draft_only: bool = False
 
     def wire_entries(self) -> dict[str, TensorInfo]:
         """Wire name to shape and dtype, policy first, then draft."""

@@ -35,11 +35,12 @@ class WeightSynchronizer:
         """Version that the engines hold; -1 before the first update."""
         return self._version
 
-    def sync(self, version: int) -> RefitReport:
+    def sync(self, version: int, *, draft_only: bool = False) -> RefitReport:
         """Send the policy's current weights to the engines and verify what they then hold.
 
         Args:
             version: Number of this update; must exceed the one before.
+            draft_only: Send the draft alone; the policy has not changed since an earlier update.
 
         Returns:
             The report of a complete update.
@@ -54,7 +55,7 @@ class WeightSynchronizer:
                 "the step."
             )
         start = time.perf_counter()
-        payload = self._policy.weights_ref(version)
+        payload = self._policy.weights_ref(version, draft_only=draft_only)
         gathered = time.perf_counter()
         if payload.version != version:
             raise RefitError(

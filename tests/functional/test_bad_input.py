@@ -17,7 +17,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from examples import run_grpo
+from examples import run_draft, run_grpo
 from nemo_rl.algorithms.config import Device
 from nemo_rl.distributed.device import cuda_obstacle
 from nemo_rl.utils.config import build_master_config, load_config
@@ -148,6 +148,18 @@ def refuse(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert out == ""
     assert err.startswith("error: ")
     assert "Traceback" not in err
+    assert not (run.root / "logs").exists(), "a refused run leaves nothing behind"
+    return err
+
+
+def refuse_draft_run(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> str:
+    """The same for the command that trains the draft alone."""
+    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.draft_run_setup", None)
+    assert run_draft.main(run.arguments(*overrides)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:7]) == ("", "error: ")
     assert not (run.root / "logs").exists(), "a refused run leaves nothing behind"
     return err
 
@@ -746,3 +758,41 @@ def test_unknown_flag_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         run_grpo.main(["--confg", "x.yaml"])
     assert caught.value.code == 2
     assert "--confg" in capsys.readouterr().err
+
+
+# --- the command that trains the draft alone --------------------------------------------------------
+
+
+def test_a_draft_run_takes_the_configuration_of_a_grpo_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.draft_run_setup", None)
+    with pytest.raises(ImportError):
+        run_draft.main(run.arguments())
+
+
+DRAFT_RUN_MISTAKES = {
+    "nothing to train": (["policy.draft.loss_weight=0"], "policy.draft.loss_weight: got 0", "nothing to train"),
+    "no store": (
+        ["draft_run.source=rollouts", "rollout_store.dir=nowhere"],
+        "rollout_store.dir: got 'nowhere'",
+        "must hold recorded rollouts",
+    ),
+    "too few prompts": (["draft_run.num_prompts_per_step=9"], "with 8 rows", "lower draft_run.num_prompts_per_step"),
+    "uneven updates": (
+        [
+            "policy.draft.train_global_batch_size=8",
+            "draft_run.num_prompts_per_step=3",
+            "draft_run.num_generations_per_prompt=4",
+        ],
+        "policy.draft.train_global_batch_size: got 8",
+        "(3 x 4 = 12)",
+    ),
+    "a draft that is not there": (["policy.draft.model_name=nowhere"], "policy.draft.model_name: got 'nowhere'", ""),
+}
+
+
+@pytest.mark.parametrize("case", DRAFT_RUN_MISTAKES)
+def test_mistakes_of_a_draft_run(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    overrides, *parts = DRAFT_RUN_MISTAKES[case]
+    expect(refuse_draft_run(run, capsys, monkeypatch, *overrides), *parts)

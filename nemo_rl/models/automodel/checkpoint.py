@@ -4,10 +4,16 @@ Layout under the directory of one step::
 
     policy/weights/     torch.distributed.checkpoint, tensors only: model.*, optim.<group>.*, draft.*, rng.<rank>.*
     policy/state.json   everything that is not a tensor: schedules, learning rates, the layout's name and version
-    draft/              the draft as the generation engine loads it
+    draft/              the draft as the generation engine loads it, and what a resume checks of it
+    draft_<layout>/     the same draft in another layout
 
-Tensors are stored whole in the logical sense (DTensors), so another number of data-parallel ranks can resume. Nothing
-of ours is pickled: besides its own index file, torch.distributed.checkpoint reads tensors with `weights_only`.
+Tensors are stored whole in the logical sense (DTensors), so another number of data-parallel ranks can resume. A policy
+that is not trained is not stored.
+
+What is read how: `state.json` as JSON; the tensors of `weights/*.distcp` by torch with `weights_only`, which makes
+tensors and nothing else; the index `weights/.metadata` is a pickle, read by an unpickler that knows its few classes and
+calls nothing else, see `checkpoint_index`. Entries of the index that are no tensors (torch would unpickle them freely)
+are never loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +35,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nemo_rl.distributed.collectives import barrier
 from nemo_rl.errors import CheckpointError
+from nemo_rl.models.automodel.checkpoint_index import IndexedReader
 from nemo_rl.models.automodel.setup import (
     OptimizerGroup,
     checkpoint_layout,
@@ -38,6 +45,7 @@ from nemo_rl.models.automodel.setup import (
     reshard,
     tied_head_alias,
 )
+from nemo_rl.utils.checkpoint import draft_dir_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +55,8 @@ if TYPE_CHECKING:
 FORMAT = "nemo_rl.policy"
 FORMAT_VERSION = 1
 MAX_SHARD_BYTES = 4 << 30
+MAX_RNG_ELEMENTS = 1 << 16
+"""No generator has a larger state."""
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -60,18 +70,28 @@ TOKENIZER_PATTERNS = (
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save(directory: Path, *, model: nn.Module, groups: list[OptimizerGroup], draft: _DraftRuntimeBase | None) -> None:
+def save(
+    directory: Path,
+    *,
+    model: nn.Module,
+    groups: list[OptimizerGroup],
+    draft: _DraftRuntimeBase | None,
+    draft_layouts: Sequence[str] = ("native",),
+    draft_optimizer: Mapping[str, Any] | None = None,
+) -> None:
     """Write a checkpoint. Collective; the directory is complete when every rank has returned.
 
     Args:
         directory: of the step; created.
-        model: the policy.
+        model: the policy; not stored when no group trains it.
         groups: optimizer groups, `policy` first.
         draft: its weights are saved twice, for resuming and as an engine loads them.
+        draft_layouts: layouts of the export; `native` is written in any case.
+        draft_optimizer: layout of the draft's optimizer, which a resume compares.
     """
     target = directory / "policy"
     target.mkdir(parents=True, exist_ok=True)
-    tensors = {f"model.{name}": t for name, t in named_state(model).items()}
+    tensors = {f"model.{name}": t for name, t in _policy_state(model, groups).items()}
     tensors |= {f"draft.{name}": t for name, t in _draft_state(draft).items()}
     for group in groups:
         tensors |= _optimizer_tensors(group)
@@ -90,8 +110,13 @@ def save(directory: Path, *, model: nn.Module, groups: list[OptimizerGroup], dra
         (target / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     if draft is not None:
         reshard(draft.module)
-        draft.export(str(directory / "draft"), model)
+        for layout in dict.fromkeys(("native", *draft_layouts)):
+            draft.export(str(directory / draft_dir_name(layout)), model, layout=layout, optimizer=draft_optimizer)
     barrier()
+
+
+def _policy_state(model: nn.Module, groups: list[OptimizerGroup]) -> dict[str, Tensor]:
+    return named_state(model) if any(group.name == "policy" for group in groups) else {}
 
 
 def _draft_state(draft: _DraftRuntimeBase | None) -> dict[str, Tensor]:
@@ -118,7 +143,16 @@ def _optimizer_tensors(group: OptimizerGroup) -> dict[str, Tensor]:
 
 def _group_state(group: OptimizerGroup) -> dict[str, Any]:
     rates = [{k: g[k] for k in ("lr", "initial_lr") if k in g} for g in group.optimizer.param_groups]
-    return {"rates": rates, "scheduler": None if group.scheduler is None else scheduler_state(group.scheduler)}
+    return {
+        "optimizer": _class_name(group),
+        "rates": rates,
+        "scheduler": None if group.scheduler is None else scheduler_state(group.scheduler),
+    }
+
+
+def _class_name(group: OptimizerGroup) -> str:
+    cls = type(group.optimizer)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
@@ -162,30 +196,51 @@ def _rng_tensors() -> dict[str, Tensor]:
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load(directory: Path, *, model: nn.Module, groups: list[OptimizerGroup], draft: _DraftRuntimeBase | None) -> None:
+def load(
+    directory: Path,
+    *,
+    model: nn.Module,
+    groups: list[OptimizerGroup],
+    draft: _DraftRuntimeBase | None,
+    draft_optimizer: Mapping[str, Any] | None = None,
+    ignore_draft: bool = False,
+) -> None:
     """Restore a checkpoint in place. Collective; every rank reads the same files and reaches the same verdict.
+
+    Args:
+        directory: of the step.
+        model: the policy.
+        groups: optimizer groups of this run.
+        draft: of this run; None = none, or none that is restored.
+        draft_optimizer: layout of the draft's optimizer in this run.
+        ignore_draft: leave what the checkpoint holds of a draft unread.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of another model, draft or layout.
     """
     target = directory / "policy"
     state = _read_state(target / "state.json")
+    if draft is not None:
+        draft.check_saved(str(directory / draft_dir_name("native")), optimizer=draft_optimizer)
     stored = _stored_tensors(target / "weights")
     draft_state = _draft_state(draft)
-    weights = {f"model.{name}": t for name, t in named_state(model).items()}
+    weights = {f"model.{name}": t for name, t in _policy_state(model, groups).items()}
     weights |= {f"draft.{name}": t for name, t in draft_state.items()}
-    _check_same_tensors(target, weights, stored, prefixes=("model.", "draft."))
-    if set(state["groups"]) != {g.name for g in groups}:
+    _check_same_tensors(target, weights, stored, prefixes=("model.",) if ignore_draft else ("model.", "draft."))
+    names = set(state["groups"]) - ({"draft"} if ignore_draft else set())
+    if names != {g.name for g in groups}:
         raise CheckpointError(
-            f"{target}: got optimizer groups {sorted(state['groups'])}; this run has {sorted(g.name for g in groups)}. "
+            f"{target}: got optimizer groups {sorted(names)}; this run has {sorted(g.name for g in groups)}. "
             "Resume with the policy.draft section that the checkpoint was written with."
         )
     optimizer: dict[str, Tensor] = {}
     for group in groups:
-        optimizer |= _optimizer_templates(group, stored)
-    rng = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in stored.items() if k.startswith(_own_rng())}
+        _check_group(group, state["groups"][group.name])
+        optimizer |= _optimizer_templates(target, group, stored)
+    own_rng = {k: m for k, m in stored.items() if k.startswith(_own_rng())}
+    rng = {k: _empty(target, k, m, max_elements=MAX_RNG_ELEMENTS) for k, m in own_rng.items()}
     try:
-        dcp.load({**weights, **optimizer, **rng}, checkpoint_id=str(target / "weights"))
+        dcp.load({**weights, **optimizer, **rng}, storage_reader=IndexedReader(target / "weights"))
     except (CheckpointException, OSError, RuntimeError, ValueError) as err:
         raise CheckpointError(f"{target}: the checkpoint could not be read: {err}") from err
     if draft is not None:
@@ -212,13 +267,20 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    try:
-        metadata = dcp.FileSystemReader(str(path)).read_metadata()
-    except (CheckpointException, OSError, RuntimeError, EOFError) as err:
+    index = IndexedReader(path).read_metadata()
+    return {k: m for k, m in index.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+
+
+def _check_group(group: OptimizerGroup, state: dict[str, Any]) -> None:
+    """Refuse the state of another optimizer; a checkpoint that does not name its class passes."""
+    stored, own = state.get("optimizer"), _class_name(group)
+    sizes = len(state["rates"]), len(group.optimizer.param_groups)
+    if stored not in (None, own) or sizes[0] != sizes[1]:
+        key = "policy" if group.name == "policy" else f"policy.{group.name}"
         raise CheckpointError(
-            f"{path}: cannot be read ({err}); the checkpoint is incomplete, use an earlier one."
-        ) from err
-    return {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+            f"{key}.optimizer.name: got {own} with {sizes[1]} parameter groups; the checkpoint was written by {stored} "
+            f"with {sizes[0]}. Resume with the optimizer that it was written with."
+        )
 
 
 def _check_same_tensors(
@@ -236,7 +298,19 @@ def _check_same_tensors(
     )
 
 
-def _optimizer_templates(group: OptimizerGroup, stored: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+def _empty(target: Path, name: str, meta: TensorStorageMetadata, *, max_elements: int) -> Tensor:
+    """A whole tensor to read into; nothing is allocated because a file says so."""
+    if meta.size.numel() > max_elements:
+        raise CheckpointError(
+            f"{target}: {name} has {meta.size.numel()} elements; must have at most {max_elements}. The checkpoint is "
+            "damaged, use an earlier one."
+        )
+    return torch.zeros(meta.size, dtype=meta.properties.dtype)
+
+
+def _optimizer_templates(
+    target: Path, group: OptimizerGroup, stored: dict[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
     """Empty tensors for what the checkpoint holds of a group's optimizer, laid out like the parameters."""
     names = _parameter_names(group)
     out = {}
@@ -249,7 +323,7 @@ def _optimizer_templates(group: OptimizerGroup, stored: dict[str, TensorStorageM
                     out[key] = (
                         torch.zeros_like(param, dtype=meta.properties.dtype).detach()
                         if is_like_param
-                        else torch.zeros(meta.size, dtype=meta.properties.dtype)
+                        else _empty(target, key, meta, max_elements=param.numel())
                     )
     return out
 

@@ -307,3 +307,21 @@ def rows_to_samples(values: Tensor, mb: Microbatch) -> Tensor:
     keep = (mb.doc_ids >= 0) & (mb.position_ids > 0)
     out = values.new_zeros(mb.data["input_ids"].shape)
     return out.index_put((mb.doc_ids[keep], mb.position_ids[keep]), values[keep])
+
+
+def samples_to_rows(values: Sequence[Tensor], mb: Microbatch) -> Tensor:
+    """Lay per-token values of samples out as the rows of a micro-batch; documents keep their rows.
+
+    Args:
+        values: per sample of the micro-batch, [tokens, ...], alike in dtype and in what comes behind the tokens; on any
+            device.
+        mb: the micro-batch; a sample has as many tokens in it as values.
+
+    Returns:
+        [R, S, ...] on the micro-batch's device; 0 on padding.
+    """
+    rows = mb.input_ids.new_zeros((*mb.input_ids.shape, *values[0].shape[1:]), dtype=values[0].dtype)
+    for i, value in enumerate(values):
+        # A document's tokens are in order in its row, so that a mask in row-major order meets them in order.
+        rows[mb.doc_ids == i] = value.to(rows.device, non_blocking=True)
+    return rows

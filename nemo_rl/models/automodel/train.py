@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.automodel.draft.runtime import _DraftRuntimeBase
+    from nemo_rl.models.automodel.recorded_policy import RecordedPolicy
     from nemo_rl.models.policy.config import PolicyConfig
 
 LossFn = Callable[..., Any]
@@ -82,6 +83,16 @@ class DraftTraining(NamedTuple):
         return step % self.every == 0
 
 
+@dataclass
+class _PolicyPass:
+    """The policy's side of a global batch on which the policy is trained, too."""
+
+    loss_fn: LossFn
+    valid: Tensor
+    """Supervised tokens and kept samples of the global batch, float64 [2]."""
+    sums: _Sums
+
+
 class PolicyTrainer:
     """The computations of one policy rank. Holds no RPC and no file handling."""
 
@@ -90,9 +101,10 @@ class PolicyTrainer:
         cfg: PolicyConfig,
         parallel: ParallelContext,
         model: PreTrainedModel,
-        policy_group: OptimizerGroup,
+        policy_group: OptimizerGroup | None,
         *,
         draft: DraftTraining | None,
+        recorded: RecordedPolicy | None = None,
     ) -> None:
         """Store the parts.
 
@@ -100,14 +112,16 @@ class PolicyTrainer:
             cfg: `policy`.
             parallel: where this rank stands.
             model: the policy.
-            policy_group: its optimizer.
+            policy_group: its optimizer; None = the policy stays as it is.
             draft: the draft's runtime and optimizer; None = no draft is trained.
+            recorded: stands in for the policy's forward when the draft alone is trained; None = the policy is run.
         """
         self.cfg = cfg
         self.parallel = parallel
         self.model = model
         self.policy_group = policy_group
         self.draft = draft
+        self.recorded = recorded
         self._forward_kwargs = forward_kwargs(model)
         self._temperature = float(cfg.generation.temperature)
 
@@ -176,43 +190,96 @@ class PolicyTrainer:
             loss_fn: the policy loss.
             step: the run's step, the key of the draft's random draws.
         """
+        group = self.policy_group
+        if group is None:
+            raise RuntimeError("train_batch: this policy was built to stay as it is; it has no optimizer.")
         clock = _Clock(self.parallel.device)
         draft = self.draft if self.draft is not None and self.draft.is_due(step) else None
         valid = self._global_counts(data)
         self.model.train()
-        self.policy_group.optimizer.zero_grad(set_to_none=True)
-        policy_sums = _Sums(self.parallel.device)
-        num_microbatches = 0
-        draft_results: list[GroupResult] = []
-        for part in self._draft_batches(data, draft):
-            draft_sums = _Sums(self.parallel.device)
-            num_microbatches += self._accumulate(
-                part, loss_fn, valid, policy_sums, draft, draft_sums, step=step, clock=clock
-            )
-            if draft is not None:
-                with clock("draft_s"):
-                    # Its movement is the sign that the draft learns; the copy of a policy would be too large.
-                    draft_results.append(self._step_group(draft.group, draft_sums, is_measured=True))
-                    draft.group.step_schedule()
+        group.optimizer.zero_grad(set_to_none=True)
+        policy = _PolicyPass(loss_fn, valid, _Sums(self.parallel.device))
+        size = None if draft is None else self.cfg.draft.train_global_batch_size
+        num_microbatches, draft_results = 0, []
+        for part in self._draft_batches(data, size):
+            num, results = self._train_part(part, draft, policy, step=step, clock=clock)
+            num_microbatches += num
+            draft_results += results
         with clock("optimizer_s"):
-            policy_result = self._step_group(self.policy_group, policy_sums, is_measured=False)
+            policy_result = self._step_group(group, policy.sums, is_measured=False)
         toks, seqs = valid.tolist()
         return BatchResult(policy_result, tuple(draft_results), toks, seqs, num_microbatches, clock.seconds)
 
-    def _draft_batches(self, data: BatchedDataDict, draft: DraftTraining | None) -> list[BatchedDataDict]:
-        """This rank's part of each global batch of the draft; the whole of `data` when there is only one."""
-        size = self.cfg.draft.train_global_batch_size if draft is not None else None
+    def train_draft(self, data: BatchedDataDict, *, step: int, batch_size: int) -> BatchResult:
+        """Updates of the draft alone, on this rank's shard of some global batches. Collective.
+
+        The policy is run without gradients and stays as it is; for the draft everything is as in `train_batch`.
+
+        Args:
+            data: this rank's samples: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`, `sample_index`.
+            step: the run's step, the key of the draft's random draws.
+            batch_size: samples per update, over all ranks.
+        """
+        if self.draft is None:
+            raise RuntimeError("train_draft: no draft is trained beside this policy.")
+        clock = _Clock(self.parallel.device)
+        valid = self._global_counts(data)
+        was_training = self.model.training
+        self.model.eval()
+        num_microbatches, draft_results = 0, []
+        try:
+            for part in self._draft_batches(data, batch_size):
+                num, results = self._train_part(part, self.draft, None, step=step, clock=clock)
+                num_microbatches += num
+                draft_results += results
+        finally:
+            self.model.train(was_training)
+            reshard(self.model)
+        toks, seqs = valid.tolist()
+        return BatchResult(None, tuple(draft_results), toks, seqs, num_microbatches, clock.seconds)
+
+    def _draft_batches(self, data: BatchedDataDict, size: int | None) -> list[BatchedDataDict]:
+        """This rank's part of each global batch of `size` samples; the whole of `data` when that is None."""
         part = data.size if size is None else size // self.parallel.dp_size
         return [data.slice(start, start + part) for start in range(0, data.size, part)]
+
+    def _train_part(
+        self,
+        data: BatchedDataDict,
+        draft: DraftTraining | None,
+        policy: _PolicyPass | None,
+        *,
+        step: int,
+        clock: _Clock,
+    ) -> tuple[int, list[GroupResult]]:
+        """One global batch of the draft: forwards and backwards, and its update.
+
+        Args:
+            data: this rank's samples of it.
+            draft: None = no draft is trained in this step.
+            policy: what the policy's backward needs; None = the policy stays as it is.
+            step: the run's step.
+            clock: takes the times.
+
+        Returns:
+            Number of micro-batches, and the result of the draft's update, if there was one.
+        """
+        sums = _Sums(self.parallel.device)
+        num_microbatches = self._accumulate(data, draft, sums, policy, step=step, clock=clock)
+        if draft is None:
+            return num_microbatches, []
+        with clock("draft_s"):
+            # Its movement is the sign that the draft learns; the copy of a policy would be too large.
+            result = self._step_group(draft.group, sums, is_measured=True)
+            draft.group.step_schedule()
+        return num_microbatches, [result]
 
     def _accumulate(
         self,
         data: BatchedDataDict,
-        loss_fn: LossFn,
-        valid: Tensor,
-        policy_sums: _Sums,
         draft: DraftTraining | None,
         draft_sums: _Sums,
+        policy: _PolicyPass | None,
         *,
         step: int,
         clock: _Clock,
@@ -227,15 +294,30 @@ class PolicyTrainer:
             with clock("draft_s"):
                 runtime.begin_global_batch(data, step=step, dp_group=self.parallel.dp_group, policy_model=self.model)
         for mb in make_microbatches(data, groups, spec, num_steps=num_steps, device=self.parallel.device):
-            with clock("policy_fwd_bwd_s"):
-                with runtime.capture(self.model) if runtime is not None else nullcontext():
-                    logits = self.forward(mb)
-                self._policy_backward(logits, mb, loss_fn, valid, policy_sums)
+            with clock("policy_forward_s" if policy is None else "policy_fwd_bwd_s"):
+                if policy is not None:
+                    logits = self._captured_forward(mb, runtime)
+                    self._policy_backward(logits, mb, policy)
+                else:
+                    logits = self._teacher_forward(mb, runtime)
             if runtime is not None:
                 with clock("draft_s"):
                     self._draft_backward(runtime, full_logits(logits), mb, draft_sums)
             del logits
         return num_steps
+
+    def _captured_forward(self, mb: Microbatch, runtime: _DraftRuntimeBase | None) -> Tensor:
+        """`forward` that hands the policy's hidden states to the draft's runtime, if there is one."""
+        with runtime.capture(self.model) if runtime is not None else nullcontext():
+            return self.forward(mb)
+
+    @torch.no_grad()
+    def _teacher_forward(self, mb: Microbatch, runtime: _DraftRuntimeBase | None) -> Tensor:
+        """`_captured_forward` without gradients, or what was recorded of it."""
+        if self.recorded is None or runtime is None:
+            return self._captured_forward(mb, runtime)
+        with runtime.capture(self.recorded):
+            return self.recorded(mb)
 
     def _global_counts(self, data: BatchedDataDict) -> Tensor:
         mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
@@ -243,10 +325,10 @@ class PolicyTrainer:
         counts = counts.to(dtype=torch.float64, device=self.parallel.device)
         return all_reduce_sum(counts, self.parallel.dp_group)
 
-    def _policy_backward(self, logits: Tensor, mb: Microbatch, loss_fn: LossFn, valid: Tensor, sums: _Sums) -> None:
-        logprobs = self._logprobs(logits, mb)
-        out = loss_fn(logprobs, mb.data, global_valid_toks=valid[0].float(), global_valid_seqs=valid[1].float())
-        sums.add(out.loss, out.metrics)
+    def _policy_backward(self, logits: Tensor, mb: Microbatch, policy: _PolicyPass) -> None:
+        logprobs, valid = self._logprobs(logits, mb), policy.valid.float()
+        out = policy.loss_fn(logprobs, mb.data, global_valid_toks=valid[0], global_valid_seqs=valid[1])
+        policy.sums.add(out.loss, out.metrics)
         # FSDP averages gradients over data (and context) parallel ranks; the loss is a share of the global mean.
         (out.loss * self.parallel.average_size).backward()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nemo_rl.data.rollout_index import FeatureReport
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.weight_sync.interfaces import RefitManifest, RefitPayload
 
@@ -30,6 +31,19 @@ class PolicyInterface(ABC):
         """The same under the reference policy (the initial weights), as `reference_logprobs`."""
 
     @abstractmethod
+    def collect_features(self, data: BatchedDataDict, *, directory: str, stem: str) -> list[FeatureReport]:
+        """Write the states that the draft reads of the policy, and the final one, under the current weights.
+
+        Args:
+            data: `input_ids` int64 [B, T], right padded, `input_lengths` int64 [B], `sample_index` int64 [B].
+            directory: on a disk that all workers share.
+            stem: first part of the files' names.
+
+        Returns:
+            What each data-parallel rank has written.
+        """
+
+    @abstractmethod
     def train(self, data: BatchedDataDict, loss_fn: Callable[..., Any], *, step: int) -> dict[str, Any]:
         """Train on a whole rollout batch, one optimizer step per global batch.
 
@@ -46,12 +60,31 @@ class PolicyInterface(ABC):
         """
 
     @abstractmethod
+    def train_draft(self, data: BatchedDataDict, *, step: int) -> dict[str, Any]:
+        """Train the draft alone on a step's samples; the policy stays as it is.
+
+        Args:
+            data: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` of a training batch; its size is a multiple
+                of the samples per update. Random draws are keyed by `sample_index`, where it is there.
+            step: the run's step.
+
+        Returns:
+            `loss`, `grad_norm`, `lr`, `scalars`, `metrics` like the `draft` of `train`, and `global_valid_toks`,
+            `global_valid_seqs`, `num_microbatches`, `timing`.
+        """
+
+    @abstractmethod
     def refit_manifest(self) -> RefitManifest:
         """Names, shapes and dtypes of everything that a refit sends."""
 
     @abstractmethod
-    def weights_ref(self, version: int) -> RefitPayload:
-        """Gather the current weights of policy and draft for the generation engines."""
+    def weights_ref(self, version: int, *, draft_only: bool = False) -> RefitPayload:
+        """Gather the current weights of policy and draft for the generation engines.
+
+        Args:
+            version: number of the update.
+            draft_only: leave out the policy, which the engines hold already.
+        """
 
     @abstractmethod
     def prepare_for_training(self) -> None:
@@ -66,12 +99,22 @@ class PolicyInterface(ABC):
         """Write `policy/` and `draft/` under the directory of a step."""
 
     @abstractmethod
-    def load_checkpoint(self, directory: str) -> None:
-        """Restore what `save_checkpoint` wrote; the number of workers may differ."""
+    def load_checkpoint(self, directory: str, *, restart_draft: bool = False) -> None:
+        """Restore what `save_checkpoint` wrote; the number of workers may differ.
+
+        Args:
+            directory: of the step.
+            restart_draft: restore the policy only, and build the draft and its optimizer anew beside it.
+        """
 
     @abstractmethod
-    def export_draft(self, directory: str) -> None:
-        """Write the live draft as the generation engine loads it."""
+    def export_draft(self, directory: str, *, layout: str = "native") -> None:
+        """Write the live draft.
+
+        Args:
+            directory: created if absent.
+            layout: `native`, as the generation engine loads it, or another one of `policy.draft.export_layouts`.
+        """
 
     @abstractmethod
     def export_hf(self, directory: str) -> None:

@@ -14,11 +14,12 @@ from nemo_rl.distributed.environment import worker_env
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.models.policy.results import fold_results
+from nemo_rl.models.policy.results import fold_draft_results, fold_results
 from nemo_rl.models.policy.sharding import deal_by_length, policy_sharding
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import MasterConfig
+    from nemo_rl.data.rollout_index import FeatureReport
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.models.automodel.draft.spec import DraftSpec
     from nemo_rl.weight_sync.interfaces import RefitManifest, RefitPayload
@@ -39,6 +40,7 @@ class Policy(PolicyInterface):
         draft_spec: DraftSpec | None,
         draft_dir: str | None,
         init_reference_model: bool,
+        train_policy: bool = True,
     ) -> None:
         """Start the workers and wait until they have loaded the model.
 
@@ -48,6 +50,7 @@ class Policy(PolicyInterface):
             draft_spec: the draft beside the policy; None = none.
             draft_dir: checkpoint that the draft starts from; None = build it from the policy.
             init_reference_model: keep the initial weights for `get_reference_policy_logprobs`.
+            train_policy: False = the policy stays as it is, and has no optimizer; only the draft is trained.
 
         Raises:
             ConfigError: the layout does not fit the number of workers.
@@ -62,7 +65,12 @@ class Policy(PolicyInterface):
         self._group = RayWorkerGroup(
             cluster,
             RayWorkerBuilder(
-                WORKER, config, draft_spec=draft_spec, draft_dir=draft_dir, init_reference_model=init_reference_model
+                WORKER,
+                config,
+                draft_spec=draft_spec,
+                draft_dir=draft_dir,
+                init_reference_model=init_reference_model,
+                train_policy=train_policy,
             ),
             num_workers=num_workers,
             env_vars=worker_env("policy", device=device, is_single_machine=config.cluster.num_nodes == 1),
@@ -112,6 +120,18 @@ class Policy(PolicyInterface):
         """See `PolicyInterface.get_reference_policy_logprobs`."""
         return BatchedDataDict({"reference_logprobs": self._logprobs("get_reference_policy_logprobs", data)})
 
+    def collect_features(self, data: BatchedDataDict, *, directory: str, stem: str) -> list[FeatureReport]:
+        """See `PolicyInterface.collect_features`."""
+        size = data.size
+        inputs = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths", "sample_index")})
+        pad = -size % self._dp_size
+        if pad:
+            inputs = inputs.select_indices([*range(size), *[size - 1] * pad])
+            inputs["sample_index"][size:] = -1
+        hands = deal_by_length(inputs["input_lengths"], num_ranks=self._dp_size, batch_size=inputs.size)
+        shards = [inputs.select_indices(hand) for hand in hands]
+        return self._run_sharded("collect_features", shards, directory=directory, stem=stem)
+
     def train(self, data: BatchedDataDict, loss_fn: Callable[..., Any], *, step: int) -> dict[str, Any]:
         """See `PolicyInterface.train`."""
         batch_size = self._config.policy.train_global_batch_size
@@ -120,23 +140,41 @@ class Policy(PolicyInterface):
                 f"policy.train_global_batch_size: got {batch_size}; must divide the {data.size} samples of a step "
                 "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt)."
             )
+        shards = self._training_shards(data, unit=self._config.policy.smallest_train_batch_size)
+        results = self._run_sharded("train", shards, loss_fn=loss_fn, step=step)
+        return fold_results(results, num_draft_tokens=self._num_draft_tokens)
+
+    def train_draft(self, data: BatchedDataDict, *, step: int) -> dict[str, Any]:
+        """See `PolicyInterface.train_draft`."""
+        unit = self._config.draft_run_batch_size
+        if data.size == 0 or data.size % unit:
+            raise ConfigError(
+                f"policy.draft.train_global_batch_size: got {unit}; must divide the {data.size} samples of a step "
+                "(draft_run.num_prompts_per_step * draft_run.num_generations_per_prompt)."
+            )
+        results = self._run_sharded("train_draft", self._training_shards(data, unit=unit), step=step)
+        return fold_draft_results(results, num_draft_tokens=self._num_draft_tokens)
+
+    def _training_shards(self, data: BatchedDataDict, *, unit: int) -> list[BatchedDataDict]:
+        """Deal a step's samples to the data-parallel ranks.
+
+        Args:
+            data: the step's samples; only tensors are passed on.
+            unit: samples of the smallest batch that is stepped on, so that every rank has its part of each.
+        """
         columns = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         columns.setdefault("sample_index", torch.arange(data.size))
         batch = BatchedDataDict(columns)
-        # Dealt in the smallest batch that is stepped on, so that every rank has its part of each.
-        unit = self._config.policy.smallest_train_batch_size
         hands = deal_by_length(batch["input_lengths"], num_ranks=self._dp_size, batch_size=unit)
-        shards = [batch.select_indices(hand) for hand in hands]
-        results = self._run_sharded("train", shards, loss_fn=loss_fn, step=step)
-        return fold_results(results, num_draft_tokens=self._num_draft_tokens)
+        return [batch.select_indices(hand) for hand in hands]
 
     def refit_manifest(self) -> RefitManifest:
         """See `PolicyInterface.refit_manifest`."""
         return self._run("refit_manifest")[0]
 
-    def weights_ref(self, version: int) -> RefitPayload:
+    def weights_ref(self, version: int, *, draft_only: bool = False) -> RefitPayload:
         """See `PolicyInterface.weights_ref`."""
-        return self._run("gather_weights", version=version)[0]
+        return self._run("gather_weights", version=version, draft_only=draft_only)[0]
 
     def prepare_for_training(self) -> None:
         """See `PolicyInterface.prepare_for_training`."""
@@ -150,13 +188,13 @@ class Policy(PolicyInterface):
         """See `PolicyInterface.save_checkpoint`."""
         self._run("save_checkpoint", directory=directory)
 
-    def load_checkpoint(self, directory: str) -> None:
+    def load_checkpoint(self, directory: str, *, restart_draft: bool = False) -> None:
         """See `PolicyInterface.load_checkpoint`."""
-        self._run("load_checkpoint", directory=directory)
+        self._run("load_checkpoint", directory=directory, restart_draft=restart_draft)
 
-    def export_draft(self, directory: str) -> None:
+    def export_draft(self, directory: str, *, layout: str = "native") -> None:
         """See `PolicyInterface.export_draft`."""
-        self._run("export_draft", directory=directory)
+        self._run("export_draft", directory=directory, layout=layout)
 
     def export_hf(self, directory: str) -> None:
         """See `PolicyInterface.export_hf`."""

@@ -39,7 +39,7 @@ class BatchResult:
     """One optimizer step on one rank.
 
     Attributes:
-        policy: the policy group.
+        policy: the policy group; None = the policy was not trained.
         draft: the draft group, one result per update of it; empty when no draft was trained.
         global_valid_toks: supervised tokens of the global batch.
         global_valid_seqs: kept samples of the global batch.
@@ -47,7 +47,7 @@ class BatchResult:
         timing: phase to seconds.
     """
 
-    policy: GroupResult
+    policy: GroupResult | None
     draft: tuple[GroupResult, ...]
     global_valid_toks: float
     global_valid_seqs: float
@@ -62,20 +62,38 @@ def fold_results(ranks: Sequence[Sequence[BatchResult]], *, num_draft_tokens: in
         ranks: per data-parallel rank, one result per optimizer step.
         num_draft_tokens: K, the tokens that the draft proposes per step; None = there is no draft.
     """
-    first = ranks[0]
-    out = _fold_group([[step.policy for step in rank] for rank in ranks])
+    out = _fold_group([[step.policy for step in rank if step.policy is not None] for rank in ranks])
     scalars = out.pop("scalars")
-    draft = None
-    if first[0].draft:
-        draft = _fold_group([[update for step in rank for update in step.draft] for rank in ranks])
-        draft["scalars"] |= _draft_scalars(draft["metrics"], num_tokens=num_draft_tokens)
     return {
         **out,
-        "draft": draft,
+        "draft": _fold_draft(ranks, num_draft_tokens=num_draft_tokens) if ranks[0][0].draft else None,
+        "num_skipped_updates": int(scalars["num_skipped_updates"]),
+        "num_optimizer_steps": len(ranks[0]),
+        **_totals(ranks),
+    }
+
+
+def fold_draft_results(ranks: Sequence[Sequence[BatchResult]], *, num_draft_tokens: int | None) -> dict[str, Any]:
+    """Fold the results of data-parallel ranks into what `PolicyInterface.train_draft` returns.
+
+    Args:
+        ranks: per data-parallel rank, the results of one call.
+        num_draft_tokens: K, the tokens that the draft proposes per step; None = not known.
+    """
+    return _fold_draft(ranks, num_draft_tokens=num_draft_tokens) | _totals(ranks)
+
+
+def _fold_draft(ranks: Sequence[Sequence[BatchResult]], *, num_draft_tokens: int | None) -> dict[str, Any]:
+    draft = _fold_group([[update for step in rank for update in step.draft] for rank in ranks])
+    draft["scalars"] |= _draft_scalars(draft["metrics"], num_tokens=num_draft_tokens)
+    return draft
+
+
+def _totals(ranks: Sequence[Sequence[BatchResult]]) -> dict[str, Any]:
+    first = ranks[0]
+    return {
         "global_valid_toks": sum(step.global_valid_toks for step in first),
         "global_valid_seqs": sum(step.global_valid_seqs for step in first),
-        "num_skipped_updates": int(scalars["num_skipped_updates"]),
-        "num_optimizer_steps": len(first),
         "num_microbatches": sum(step.num_microbatches for step in first),
         "timing": _slowest([_sum_timing(rank) for rank in ranks]),
     }

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.config import MasterConfig
+from nemo_rl.algorithms.config import MasterConfig, RolloutStoreConfig
 from nemo_rl.algorithms.grpo import GRPOComponents, GRPOState, PromptSource, grpo_train
 from nemo_rl.algorithms.loss import ClippedPGLossFn
 from nemo_rl.data.loader import PromptLoader
+from nemo_rl.data.rollout_index import FeatureLayout, FeatureReport, FeatureRows, StoredFile, StoreIdentity
+from nemo_rl.data.rollout_store import RolloutReader, RolloutWriter
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.errors import NonFiniteError, RefitError
@@ -362,3 +364,98 @@ def test_dynamic_sampling_fills_the_batch_with_informative_groups(tmp_path: Path
     assert (rewards.amax(-1) != rewards.amin(-1)).all()
     table = read_metrics(components.logger.metrics_path)
     assert table["train/dynamic_sampling_num_gen_batches"][1] >= 1.0
+
+
+# -- recording -------------------------------------------------------------------------------------------------------
+
+
+def writer_of(tmp_path: Path, *, resume_step: int | None = None, features: bool = False, **cfg: Any) -> RolloutWriter:
+    layout = FeatureLayout(ids=(1,), size=8, dtype="float32") if features else None
+    identity = StoreIdentity(vocab_size=20, tokenizer="t", policy="p", policy_name="tiny", features=layout)
+    store = RolloutStoreConfig(mode="record", dir=str(tmp_path / "rollouts"), features=features, **cfg)
+    return RolloutWriter(store, identity, run="results/a", resume_step=resume_step)
+
+
+def test_every_step_records_what_was_trained_on(tmp_path: Path) -> None:
+    components, _ = make(tmp_path, seq_logprob_error_threshold=0.5, use_dynamic_sampling=True, batch_multiplier=1.5)
+    components.rollout_writer = writer_of(tmp_path)
+    grpo_train(components)
+    size = NUM_PROMPTS * NUM_GENERATIONS
+    reader = RolloutReader(tmp_path / "rollouts")
+    assert (reader.num_samples, reader.versions) == (3 * size, (0, 1, 2))
+    for step, batch in enumerate(components.policy.batches):
+        got = reader.samples(range(step * size, (step + 1) * size))
+        width = got["input_ids"].shape[1]
+        for name in ("token_mask", "generation_logprobs", "sample_mask", "rewards", "response_lengths", "truncated"):
+            want = batch[name][:, :width] if batch[name].ndim == 2 else batch[name]
+            assert torch.equal(got[name], want), name
+        is_token = torch.arange(width)[None] < batch["input_lengths"][:, None]
+        assert torch.equal(got["input_ids"] * is_token, batch["input_ids"][:, :width] * is_token)
+        assert got["sample_mask"].sum() == 0, "the filter behind the log-probabilities counts"
+    table = read_metrics(components.logger.metrics_path)
+    sizes = list(table["train/rollout_store_gigabytes"].values())
+    assert sizes[-1] == components.rollout_writer.gigabytes > sizes[0] > 0
+    assert "train/rollout_store_samples_dropped" not in table
+    assert set(table["timing/train/recording"]) == {1, 2, 3}
+
+
+def test_recording_does_not_change_the_run(tmp_path: Path) -> None:
+    components, log = make(tmp_path / "a")
+    components.rollout_writer = writer_of(tmp_path)
+    grpo_train(components)
+    plain, plain_log = make(tmp_path / "b")
+    grpo_train(plain)
+    assert log == plain_log
+    for got, want in zip(components.policy.batches, plain.policy.batches, strict=True):
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], column) for name, column in want.items())
+
+
+def test_features_are_taken_before_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    components, log = make(tmp_path, max_num_steps=2)
+
+    def collect_features(data: BatchedDataDict, *, directory: str, stem: str) -> list[FeatureReport]:
+        log.append("features")
+        path = Path(directory) / f"{stem}_features_00.safetensors"
+        path.write_bytes(b"states")
+        lengths = dict(enumerate(data["input_lengths"].tolist()))
+        rows = {i: FeatureRows(n, 0) for i, n in lengths.items() if i != 5}
+        return [FeatureReport(StoredFile(name=path.name, bytes=6), rows, (5,))]
+
+    monkeypatch.setattr(components.policy, "collect_features", collect_features, raising=False)
+    components.rollout_writer = writer_of(tmp_path, features=True)
+    grpo_train(components)
+    assert log[log.index("features") : log.index("sync1")] == ["features", "train0"]
+    assert log.count("features") == 2
+    table = read_metrics(components.logger.metrics_path)
+    assert table["train/rollout_store_samples_dropped"] == {1: 1.0, 2: 1.0}
+    assert RolloutReader(tmp_path / "rollouts").num_samples == 2 * (NUM_PROMPTS * NUM_GENERATIONS - 1)
+
+
+def test_a_full_store_asks_for_no_more_features(tmp_path: Path) -> None:
+    components, log = make(tmp_path, max_num_steps=1)
+    components.rollout_writer = writer_of(tmp_path, features=True, max_gigabytes=1e-9)
+    components.rollout_writer._max_bytes = 0
+    grpo_train(components)  # this policy has no such method
+    assert "sync1" in log
+
+
+def test_a_resumed_run_records_no_step_twice(tmp_path: Path) -> None:
+    """Killed in the refit of step 3, whose samples are recorded, with a checkpoint of step 2."""
+    components, _ = make(tmp_path, max_num_steps=4)
+    components.rollout_writer = writer_of(tmp_path)
+    components.synchronizer.fail_at = 3
+    with pytest.raises(RefitError):
+        grpo_train(components)
+    size = NUM_PROMPTS * NUM_GENERATIONS
+    assert RolloutReader(tmp_path / "rollouts").num_samples == 3 * size
+    resume = components.checkpointer.find_resume_point()
+    assert resume.step == 2
+    again, _ = make(tmp_path, max_num_steps=4)
+    again.state.step = again.generation.version = resume.step
+    again.rollout_writer = writer_of(tmp_path, resume_step=resume.step)
+    grpo_train(again)
+    reader = RolloutReader(tmp_path / "rollouts")
+    assert (reader.num_samples, reader.versions) == (4 * size, (0, 1, 2, 3))
+    ids = reader.samples(range(2 * size, 3 * size))["input_ids"]
+    assert torch.equal(ids, again.policy.batches[0]["input_ids"][:, : ids.shape[1]])

@@ -61,8 +61,11 @@ def test_what_runs_before_the_workers_is_light() -> None:
         "nemo_rl.utils.config",
         "nemo_rl.utils.preflight",
         "nemo_rl.weight_sync.interfaces",
+        "examples.run_draft",
         "examples.run_grpo",
         "tools.config_cli",
+        "tools.draft_convert",
+        "tools.draft_vocab",
     ]
     assert heavy_after_importing(modules) == {}
 

@@ -51,11 +51,13 @@ def test_installed_torch_has_no_cuda() -> None:
     assert done.stdout == "None\n"
 
 
-def test_extras_and_entry_point() -> None:
+def test_extras_and_entry_points() -> None:
     project = PYPROJECT["project"]
     assert set(project["optional-dependencies"]) == {"automodel", "vllm", "cpu", "wandb", "mlflow", "dev"}
-    module, function = project["scripts"]["nemo-rl-grpo"].split(":")
-    assert callable(getattr(__import__(module, fromlist=[function]), function))
+    assert set(project["scripts"]) == {"nemo-rl-grpo", "nemo-rl-draft"}
+    for target in project["scripts"].values():
+        module, function = target.split(":")
+        assert callable(getattr(__import__(module, fromlist=[function]), function))
 
 
 def requirement_name(requirement: str) -> str:

@@ -291,7 +291,7 @@ def test_the_only_checkpoint_damaged_says_so(root: Path) -> None:
 def test_a_checkpoint_of_another_algorithm_is_a_config_error(root: Path) -> None:
     manager = make_manager(root)
     save(manager, 1)
-    with pytest.raises(ConfigError, match=r"checkpointing\.checkpoint_dir: .*'grpo'; this run is 'sft'"):
+    with pytest.raises(ConfigError, match=r"checkpointing\.checkpoint_dir: .*a 'grpo' run; this one is 'sft'"):
         manager.find_resume_point(algorithm="sft")
 
 

@@ -134,6 +134,21 @@ def test_validation_line_takes_names_with_or_without_prefix() -> None:
         assert buffer.getvalue() == "validation at step 10  accuracy 0.750  reward 0.800  samples 128\n"
 
 
+def test_lines_of_a_run_that_trains_a_draft_alone() -> None:
+    console, buffer = plain_output()
+    progress = RunProgress(total_steps=5, num_speculative_tokens=3, console=console)
+    rates = {"acceptance_length": 1.9, "acceptance_rate_pos_0": 0.5, "acceptance_rate_pos_1": 0.4, "num_prompts": 64.0}
+    progress.evaluation(0, rates)
+    progress.evaluation(1, {"num_prompts": 2.0})
+    timing = {"timing/train/total_step_time": 2.0, "timing/train/draft_training": 1.5, "timing/train/reading": 0.5}
+    progress.step(1, timing | {"train/draft_loss": 1.25})
+    assert buffer.getvalue().splitlines() == [
+        "evaluation at step 0  accept 1.90/4 (50/40%)  prompts 64",
+        "evaluation at step 1  accept nothing was drafted  prompts 2",
+        "step 1/5   2.0s (train 75%)  draft 1.250",
+    ]
+
+
 def test_samples_are_printed_literally() -> None:
     console, buffer = plain_output()
     RunProgress(total_steps=20, console=console).samples(10, [("2 [b]+[/b] 2?", "<answer>4</answer>", 1.0)])

@@ -247,6 +247,21 @@ def test_speculation_without_a_trained_draft_shows_the_engine_alone() -> None:
     assert {line.get_label() for line in by_position.get_lines()} == {"1", "3", "5"}
 
 
+def test_a_run_that_samples_nothing_shows_its_evaluations() -> None:
+    table = {name: values for name, values in metric_table(4, with_draft=True).items() if name.startswith("train/dr")}
+    table |= {"eval/acceptance_length": {0: 1.0, 4: 2.5}}
+    table |= {f"eval/acceptance_rate_pos_{i}": {0: 0.0, 4: 0.5 - 0.1 * i} for i in range(3)}
+    plots = {plot.name: plot for plot in draw_plots(table, num_speculative_tokens=3)}
+    assert set(plots) == DRAFT_PLOTS
+    lines = {line.get_label(): line for line in plots["acceptance_length"].figure.axes[0].get_lines()}
+    assert lines["evaluation"].get_ydata().tolist() == [1.0, 2.5]
+    assert "measured in rollouts" not in lines
+    _, by_position = plots["acceptance_per_position"].figure.axes
+    curves = {line.get_label(): line.get_ydata().tolist() for line in by_position.get_lines()}
+    assert curves["0"] == [0.0, 0.0, 0.0]
+    assert curves["4"] == pytest.approx([0.5, 0.4, 0.3])
+
+
 def test_time_split_bars_stack_up_to_the_step() -> None:
     plots = {plot.name: plot for plot in draw_plots(metric_table(4, with_draft=False), num_speculative_tokens=None)}
     (axes,) = plots["time_split"].figure.axes

@@ -40,6 +40,21 @@ def test_what_was_not_logged_is_none_and_has_no_line() -> None:
     assert [name for name, _ in summary.lines(arrow="->")] == ["steps", "reward"]
 
 
+def test_a_run_that_trains_a_draft_alone_shows_both_evaluations() -> None:
+    summary = summarize(
+        {
+            "train/draft_loss": {1: 4.0, 2: 2.0},
+            "eval/acceptance_length": {0: 1.0, 1: 1.5, 2: 2.0},
+            "eval/acceptance_rate_pos_0": {0: 0.0, 1: 0.5, 2: 0.75},
+        }
+    )
+    assert list(summary.lines(arrow="->")) == [
+        ("steps", "2 (last = mean of the last 2)"),
+        ("evaluated acceptance", "1.00 (0%) -> 2.00 (75%)"),
+        ("draft loss", "4.000 -> 3.000"),
+    ]
+
+
 def test_an_unverified_refit_is_not_counted_as_verified() -> None:
     summary = summarize({"refit/verified": series(1.0, 0.0, math.nan, 1.0)})
     assert (summary.refits_verified, summary.refits) == (2, 4)

@@ -18,8 +18,9 @@ class Source:
 
     sent_version: int | None = None
 
-    def weights_ref(self, version: int) -> RefitPayload:
-        return RefitPayload(self.sent_version or version, MANIFEST, {"a": "1", "draft.b": "2"}, {})
+    def weights_ref(self, version: int, *, draft_only: bool = False) -> RefitPayload:
+        manifest = RefitManifest(policy={}, draft=MANIFEST.draft, draft_only=True) if draft_only else MANIFEST
+        return RefitPayload(self.sent_version or version, manifest, {"a": "1", "draft.b": "2"}, {})
 
 
 @dataclass
@@ -49,6 +50,13 @@ def test_a_tensor_that_cannot_be_read_back_is_not_called_verified() -> None:
     report = WeightSynchronizer(Source(), Sink(unchecked=("draft.b",))).sync(1)
     assert not report.verified
     assert report.unchecked == ("draft.b",)
+
+
+def test_the_draft_can_go_alone() -> None:
+    sync = WeightSynchronizer(Source(), Sink())
+    assert sync.sync(0).num_tensors == 2
+    report = sync.sync(1, draft_only=True)
+    assert (report.version, report.verified, report.num_tensors) == (1, True, 1)
 
 
 def test_versions_only_grow() -> None:

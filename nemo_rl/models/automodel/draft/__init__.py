@@ -4,16 +4,19 @@ Who does what, from the bottom up (an upper file may import a lower one, never t
 
     config        schema of `policy.draft`, one class per algorithm
     vocab         the draft vocabulary: d2t offsets, t2d mask           weight_files  headers of safetensors
+    vocab_file    the file that names the ids of a new draft's vocabulary
     architecture  the draft's shape as a value, the tensors it has
     adapters      published config.json and tensor names <-> that value
     spec          DraftSpec: everything resolved and checked on the driver
+    metadata      draft_meta.json: what a directory of ours holds, and whether it still does
     attention     trunk-and-branch attention of an unrolled draft      losses  chunked distillation
     metrics       names of the (num, den) pairs, the acceptance length that they predict
     models/       the drafts' modules
     builders      DraftSpec -> module: new, or from a directory
     capture       features from the policy's own forward
     publish       what is trained, sent and exported, under which names
-    checkpoint    draft_meta.json, safetensors, export
+    checkpoint    config.json and safetensors: export, load
+    convert       a published draft as one value: layouts, dtypes, fewer ids, repaired tables
     runtime       _DraftRuntimeBase, the seam that the training worker talks to
     unroll        the plan of a draft that reads its own output
     eagle3        a runtime; one file per family
@@ -21,8 +24,9 @@ Who does what, from the bottom up (an upper file may import a lower one, never t
     serving/      what vLLM lacks to serve a draft; runs in the engine's process, apart from all of the above
 
 The public names are loaded when first used: half of these files need torch, and what the driver reads (registry, spec,
-adapters, architecture, vocab, weight_files, metrics, config) does not. A new algorithm adds a module in `models/`, a
-runtime file, a config class in the union at the end of `config`, a line in `registry` and its tests.
+adapters, architecture, vocab, vocab_file, weight_files, metadata, metrics, config) does not. A new algorithm adds a
+module in `models/`, a runtime file, a config class in the union at the end of `config`, a line in `registry` and its
+tests.
 """
 
 from __future__ import annotations

@@ -6,7 +6,12 @@ Every parameter is NaN until it is set, so that a missed load fails at the first
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +26,13 @@ from nemo_rl.models.automodel.draft.capture import embedding_weight, find_final_
 from nemo_rl.models.automodel.draft.models.layers import DraftModule
 from nemo_rl.models.automodel.draft.spec import DraftSpec, read_vocabulary
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
-from nemo_rl.models.automodel.draft.weight_files import WeightFiles, find_weight_files
+from nemo_rl.models.automodel.draft.weight_files import (
+    WeightFiles,
+    check_dtypes,
+    find_weight_files,
+    pickle_refusal,
+)
+from nemo_rl.utils.safe_files import open_regular, shown
 
 __all__ = ["BuiltDraft", "PolicyWeights", "build_draft", "load_tensors", "policy_weights"]
 
@@ -93,17 +104,19 @@ def build_draft(
         seed: of the initialisation.
     """
     arch = spec.architecture
+    # Before the module: what the files do not agree with is never allocated.
+    loaded = None if draft_dir is None else load_tensors(Path(draft_dir), arch, trust_pickle=trust_pickle)
     with torch.device("meta"):
         module = module_class(arch)
     module = module.to_empty(device="cpu")
     for parameter in module.parameters():
         nn.init.constant_(parameter, float("nan"))
     embedding = None
-    if draft_dir is None:
+    if draft_dir is None or loaded is None:
         vocab = None if spec.vocab_ids is None else VocabMap(spec.vocab_ids, arch.vocab_size)
         tensors = _new_tensors(module, spec, weights, seed)
     else:
-        tensors = load_tensors(Path(draft_dir), arch, trust_pickle=trust_pickle)
+        tensors = loaded
         vocab = _stored_vocab(tensors, arch, draft_dir)
         parameters = {name for name, _ in module.named_parameters()}
         spare = {name: tensors.pop(name) for name in (EMBEDDING, HEAD) if name in tensors and name not in parameters}
@@ -196,48 +209,170 @@ def _distinct_from(head: Tensor, policy_head: Tensor, dtype: str) -> Tensor:
 # -- from a directory ------------------------------------------------------------------------------------------------
 
 
-def load_tensors(directory: Path, arch: DraftArchitecture, *, trust_pickle: bool) -> dict[str, Tensor]:
+def load_tensors(
+    directory: Path, arch: DraftArchitecture, *, trust_pickle: bool, rebuild_t2d: bool = True
+) -> dict[str, Tensor]:
     """Read a checkpoint directory under canonical names; the key set must be exact.
+
+    Names, shapes and dtypes of safetensors are checked from their headers, before any tensor is read.
 
     Args:
         directory: of the checkpoint.
         arch: what its tensors must fit.
-        trust_pickle: allow `pytorch_model.bin`.
+        trust_pickle: allow `pytorch_model.bin` and other pickles.
+        rebuild_t2d: make an absent `t2d` from `d2t`, which then must hold offsets.
 
     Returns:
-        Canonical name to CPU tensor as stored.
+        Canonical name to CPU tensor of the architecture's shape, dtype as stored. A reduced vocabulary has both tables,
+        `d2t` int64 or int32 [D] and `t2d` bool or uint8 [V].
+
+    Raises:
+        CheckpointError: the files are damaged, hold another draft, or values that are not finite; names file and
+            tensors.
     """
     files = find_weight_files(directory)
-    stored = _read_pickle(files.pickle, trust_pickle) if files.pickle is not None else _read_safetensors(files)
-    try:
+    stored = _read_pickles(files.pickles, trust_pickle) if files.pickles else files.tensors
+    with _naming(directory):
         names = normalize_names(stored)
-        tensors = {name: stored[original] for name, original in names.canonical.items()}
-        check_tensor_shapes({name: tuple(t.shape) for name, t in tensors.items()}, arch)
+        found = {name: stored[original] for name, original in names.canonical.items()}
+        check_dtypes({name: _dtype_name(t.dtype) for name, t in found.items()})
+        check_tensor_shapes({name: tuple(t.shape) for name, t in found.items()}, arch)
+    if files.pickles:
+        tensors = {name: t.detach().clone() for name, t in found.items() if isinstance(t, Tensor)}
+    else:
+        tensors = _read_safetensors(files, names.canonical)
+    with _naming(directory):
         check_zeros({name: not bool(tensors[name].any()) for name in arch.zero_shapes() if name in tensors})
+        _check_values(tensors)
+    shapes = arch.published_shapes()
+    if "mask_hidden" in tensors and "mask_hidden" in shapes:
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(shapes["mask_hidden"])
+    if rebuild_t2d and arch.has_vocab_map and "d2t" in tensors and "t2d" not in tensors:
+        vocab = _stored_vocab({"d2t": tensors["d2t"]}, arch, str(directory))
+        tensors["t2d"] = torch.tensor([] if vocab is None else vocab.t2d, dtype=torch.bool)
+    return {name: t for name, t in tensors.items() if name not in arch.zero_shapes()}
+
+
+@contextmanager
+def _naming(directory: Path) -> Iterator[None]:
+    """Errors about tensors, which know no file, name the directory."""
+    try:
+        yield
     except CheckpointError as err:
         raise CheckpointError(f"{directory}: {err}") from err
-    tensors = {name: t for name, t in tensors.items() if name not in arch.zero_shapes()}
+
+
+def _check_values(tensors: Mapping[str, Tensor]) -> None:
     bad = sorted(name for name, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all()))
     if bad:
-        raise CheckpointError(f"{directory}: {len(bad)} tensors hold NaN or infinity: {bad}. Use another checkpoint.")
-    return tensors
+        raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {bad}. Use another checkpoint.")
+    for name, table in tensors.items():
+        # A bool is a byte in the file, and any byte but 0 and 1 means something else to every reader.
+        if table.dtype == torch.bool and bool((table.view(torch.uint8) > 1).any()):
+            raise CheckpointError(f"{name} holds other bytes than 0 and 1. Restore the file.")
 
 
-def _read_safetensors(files: WeightFiles) -> Mapping[str, Tensor]:
+def _dtype_name(dtype: Any) -> str:
+    """The safetensors name of a torch dtype; a name stays as it is."""
+    return _DTYPE_NAMES.get(dtype, str(dtype))
+
+
+_DTYPE_NAMES: Mapping[Any, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+}
+
+
+def _read_safetensors(files: WeightFiles, canonical: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors that count, under canonical names."""
+    wanted: dict[Path, dict[str, str]] = {}
+    for name, original in canonical.items():
+        wanted.setdefault(files.tensors[original].file, {})[name] = original
     tensors: dict[str, Tensor] = {}
-    for path in sorted({t.file for t in files.tensors.values()}):
+    for path, names in sorted(wanted.items()):
         try:
             with safe_open(str(path), framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+                tensors |= {name: file.get_tensor(original) for name, original in names.items()}
         except (SafetensorError, OSError) as err:
             raise CheckpointError(f"{path}: cannot be read ({err}). The file is damaged; restore it.") from err
     return tensors
 
 
-def _read_pickle(path: Path, trust_pickle: bool) -> Mapping[str, Tensor]:
+# -- pickles ---------------------------------------------------------------------------------------------------------
+
+
+def _read_pickles(paths: Sequence[Path], trust_pickle: bool) -> dict[str, Tensor]:
+    """The tensors of allowed pickles, names as stored; they are views of the mapped files."""
     if not trust_pickle:
-        raise CheckpointError(f"{path}: is a pickle file; set policy.draft.trust_pickle: true to read it.")
-    return torch.load(path, map_location="cpu", weights_only=True)
+        raise CheckpointError(pickle_refusal(paths[0]))
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        found = _read_pickle(path)
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise CheckpointError(f"{path}: holds {shown(twice[:3])}, which an earlier shard holds too. Remove one.")
+        tensors |= found
+    return tensors
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    """The tensors of one pickle. No code of its own is run, and the tensors take no more memory than the file."""
+    _check_archive(path)
+    try:
+        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except Exception as err:  # an unpickler raises whatever the bytes lead it to
+        refused = re.search(r"GLOBAL (\S+)", str(err))
+        reason = refused.group(0) if refused else (str(err) or type(err).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path}: cannot be read as a table of tensors without running what it holds ({shown(reason)}), which is "
+            "never done. Use a checkpoint in safetensors."
+        ) from err
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}; must hold a table of tensors.")
+    odd = [name for name, value in content.items() if not isinstance(name, str) or not _is_plain(value)]
+    if odd:
+        raise CheckpointError(
+            f"{path}: {len(odd)} entries are no plain tensors, first {shown(odd[:3])}; must be tensors. Save the "
+            "module's state_dict alone, in safetensors."
+        )
+    total, size = sum(tensor.nbytes for tensor in content.values()), path.stat().st_size
+    if total > 2 * size:
+        raise CheckpointError(f"{path}: its tensors have {total} bytes, the file {size}; they overlap. Save it anew.")
+    return content
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a dense tensor, all of whose elements lie in its storage."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+        and value.nbytes <= value.untyped_storage().nbytes()
+    )
+
+
+def _check_archive(path: Path) -> None:
+    """A pickle of torch 1.6 or later is an archive of uncompressed parts, so it holds no more than its own size."""
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+            size = os.fstat(file.fileno()).st_size
+    except OSError as err:
+        raise CheckpointError(f"{path}: cannot be read ({err.strerror}).") from err
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as err:
+        raise CheckpointError(
+            f"{path}: is damaged, or older than torch 1.6 ({err}). Save it anew with a current torch, in safetensors."
+        ) from err
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(p.file_size for p in parts) > size:
+        raise CheckpointError(f"{path}: is compressed; torch does not write such files. Save it anew, in safetensors.")
 
 
 def _stored_vocab(tensors: dict[str, Tensor], arch: DraftArchitecture, directory: str) -> VocabMap | None:

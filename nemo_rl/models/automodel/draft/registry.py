@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
+from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Verifier
+from nemo_rl.models.automodel.draft.adapters.fields import short
 from nemo_rl.models.automodel.draft.config import (
     DFlashDraftConfig,
     DominoDraftConfig,
@@ -25,8 +26,11 @@ from nemo_rl.models.automodel.draft.config import (
     Eagle3DraftConfig,
     PEagleDraftConfig,
 )
-from nemo_rl.models.automodel.draft.spec import DraftSpec, check_placeholder, resolve_draft_spec
-from nemo_rl.models.automodel.draft.weight_files import find_weight_files, read_json
+from nemo_rl.models.automodel.draft.metadata import verify_files
+from nemo_rl.models.automodel.draft.spec import DraftSpec, check_placeholder, resolve_draft_spec, text_config
+from nemo_rl.models.automodel.draft.vocab_file import chosen_vocab
+from nemo_rl.models.automodel.draft.weight_files import find_weight_files, member, read_json
+from nemo_rl.utils.safe_files import read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +45,7 @@ __all__ = [
     "adapter_of",
     "algorithm_of",
     "build_draft_runtime",
+    "known_tokens",
     "resolve_spec",
 ]
 
@@ -63,6 +68,7 @@ class DraftAlgorithm:
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 """Beside a draft's weights, a pickled embedding that the engine would use instead of the policy's row."""
 
+_MAX_TOKENIZER_BYTES = 256 << 20
 _PACKAGE = "nemo_rl.models.automodel.draft"
 
 DRAFT_ALGORITHMS: Mapping[str, DraftAlgorithm] = MappingProxyType(
@@ -127,8 +133,8 @@ def algorithm_of(raw: Mapping[str, Any]) -> str:
         what = f"could be a draft of {found}" if found else "is the draft of no known algorithm"
         raise ConfigError(
             f"policy.draft.algo: cannot be told from the config.json, which {what} (architectures "
-            f"{raw.get('architectures')!r}, speculators_model_type {raw.get('speculators_model_type')!r}). Must be one "
-            f"of {sorted(DRAFT_ALGORITHMS)}; name it."
+            f"{short(raw.get('architectures'))}, speculators_model_type {short(raw.get('speculators_model_type'))}). "
+            f"Must be one of {sorted(DRAFT_ALGORITHMS)}; name it."
         )
     return found[0]
 
@@ -153,12 +159,22 @@ def resolve_spec(
         max_model_len: longest sequence of the engine.
         dtype: of the engine.
         device: `cpu` or `cuda`, when known.
-        vocab_ids: target id of each draft id, for a draft from scratch that proposes only some ids.
-        tokenizer_dir: of the policy's tokenizer, to check that a placeholder token is not in use.
+        vocab_ids: target id of each draft id, for a draft from scratch that proposes only some ids;
+            `policy.draft.vocab_file` takes its place.
+        tokenizer_dir: of the policy's tokenizer, to check that a placeholder token is not in use and that
+            `policy.draft.vocab_file` speaks of the same tokens.
 
     Raises:
         ConfigError: the draft cannot be used with this policy or engine, or its files are damaged.
     """
+    if cfg.vocab_file is not None:
+        vocab = chosen_vocab(
+            cfg,
+            vocab_size=int(text_config(policy_config)["vocab_size"]),
+            tokenizer_dir=None if tokenizer_dir is None else Path(tokenizer_dir),
+        )
+        cfg = cfg.model_copy(update={"draft_vocab_size": len(vocab.ids)})
+        vocab_ids = vocab.ids
     draft_config = files = None
     if cfg.model_name is not None:
         directory = Path(cfg.model_name)
@@ -173,7 +189,7 @@ def resolve_spec(
                     f"{directory / MASK_EMBEDDING_FILE}: replaces the placeholder's embedding in the engine, which "
                     "training would not know of. Remove the file, or use another draft."
                 )
-            draft_config = read_json(directory / "config.json")
+            draft_config = read_json(member(directory, "config.json"))
             files = find_weight_files(directory)
         except CheckpointError as err:
             raise ConfigError(f"policy.draft.model_name: {err}") from err
@@ -189,17 +205,43 @@ def resolve_spec(
         weight_files=files,
         vocab_ids=vocab_ids,
     )
+    _check_layouts(cfg, spec)
+    if cfg.model_name is not None:
+        try:
+            # Last: what can be said of a config.json or a tensor says more than that it has changed.
+            verify_files(Path(cfg.model_name))
+        except CheckpointError as err:
+            raise ConfigError(f"policy.draft.model_name: {err}") from err
     if tokenizer_dir is not None:
-        check_placeholder(spec, _known_tokens(Path(tokenizer_dir)))
+        check_placeholder(spec, known_tokens(Path(tokenizer_dir)))
     return spec
 
 
-def _known_tokens(directory: Path) -> dict[str, int]:
-    """The tokenizer's vocabulary without added tokens; empty when it is not in a form that can be read here."""
+def _check_layouts(cfg: DraftConfig, spec: DraftSpec) -> None:
+    """Write the config.json of each layout once, so that one that has no such draft is not met at the first save."""
+    if "speculators" in cfg.export_layouts:
+        verifier = Verifier("the policy", ())
+        adapter_of(cfg.algo).write_speculators(
+            spec.architecture, dtype=spec.dtype, k=spec.num_speculative_tokens, verifier=verifier
+        )
+
+
+def known_tokens(directory: Path) -> dict[str, int]:
+    """The tokenizer's vocabulary without added tokens; empty when it is not in a form that can be read here.
+
+    Args:
+        directory: of the tokenizer.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     for name, keys in (("tokenizer.json", ("model", "vocab")), ("vocab.json", ())):
         if not (directory / name).is_file():
             continue
-        table: Any = read_json(directory / name)
+        try:
+            table: Any = read_json_object(directory / name, max_bytes=_MAX_TOKENIZER_BYTES, is_strict=False)
+        except CheckpointError as err:
+            raise ConfigError(f"policy.tokenizer.name: {err}") from err
         for key in keys:
             table = table.get(key, {}) if isinstance(table, dict) else {}
         if isinstance(table, dict):

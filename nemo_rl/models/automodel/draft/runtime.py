@@ -10,7 +10,7 @@ Shape symbols: B samples, T their padded length, R rows, S row length, V target 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.automodel.draft.acceptance import Metrics
-from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter
+from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Verifier
 from nemo_rl.models.automodel.draft.builders import BuiltDraft, build_draft, policy_weights
 from nemo_rl.models.automodel.draft.capture import FeatureCapture, embedding_weight, full_tensor, head_weight
-from nemo_rl.models.automodel.draft.checkpoint import load_weights, save_draft
+from nemo_rl.models.automodel.draft.checkpoint import check_meta, load_weights, save_draft
 from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.models.layers import DraftModule
 from nemo_rl.models.automodel.draft.publish import (
@@ -332,14 +332,24 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
             return None
         return self._own_rows(full_tensor(head_weight(policy_model)))
 
-    def export(self, directory: str, policy_model: nn.Module) -> None:
+    def export(
+        self,
+        directory: str,
+        policy_model: nn.Module,
+        *,
+        layout: str = "native",
+        optimizer: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write a directory that the engine loads unchanged. Collective; rank 0 writes.
 
         Args:
             directory: created if absent.
-            policy_model: as for `stream`.
+            policy_model: as for `stream`; the `speculators` layout names its checkpoint.
+            layout: one of the adapter's.
+            optimizer: what `metadata.optimizer_layout` returned, when the draft's optimizer is saved elsewhere.
         """
         is_writer = not dist.is_initialized() or dist.get_rank() == 0
+        config = self._config_of(layout, policy_model)
         self._reshard()
         tensors = {}
         names = tuple(self.spec.architecture.published_shapes())
@@ -347,7 +357,6 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
             if is_writer:
                 tensors[name] = tensor.cpu()
         if is_writer:
-            config = self.adapter.write_config(self.spec.architecture, dtype=self.spec.dtype)
             save_draft(
                 Path(directory),
                 self.spec,
@@ -355,7 +364,30 @@ class _DraftRuntimeBase(ABC, Generic[ConfigT]):
                 published=tensors,
                 vocab=self._vocab,
                 embedding=self._own_embedding,
+                layout=layout,
+                optimizer=optimizer,
             )
+
+    def _config_of(self, layout: str, policy_model: nn.Module) -> dict[str, Any]:
+        """The config.json of an export."""
+        arch, dtype = self.spec.architecture, self.spec.dtype
+        if layout == "native":
+            return self.adapter.write_config(arch, dtype=dtype)
+        config: Any = policy_model.config
+        verifier = Verifier(config.name_or_path, tuple(config.architectures or ()))
+        return self.adapter.write_speculators(arch, dtype=dtype, k=self.spec.num_speculative_tokens, verifier=verifier)
+
+    def check_saved(self, directory: str, *, optimizer: Mapping[str, Any] | None) -> None:
+        """Refuse an export that a checkpoint holds when this run's draft or optimizer is another one.
+
+        Args:
+            directory: as `export` wrote it.
+            optimizer: what `metadata.optimizer_layout` returns for this run.
+
+        Raises:
+            CheckpointError: naming every field that differs.
+        """
+        check_meta(Path(directory), self.spec, self._vocab, optimizer=optimizer, with_optimizer=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """fp32 parameters (DTensors when sharded), the vocabulary's offsets and the updates done, for a checkpoint."""

@@ -6,7 +6,8 @@ Everything that can be wrong with a draft and its policy is found here, before R
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +18,15 @@ from nemo_rl.models.automodel.draft.adapters.names import check_tensor_shapes, c
 from nemo_rl.models.automodel.draft.architecture import EMBEDDING, HEAD, DraftArchitecture
 from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError
-from nemo_rl.models.automodel.draft.weight_files import WeightFiles, is_zero, read_integers
+from nemo_rl.models.automodel.draft.weight_files import (
+    WeightFiles,
+    check_dtypes,
+    is_zero,
+    pickle_refusal,
+    read_integers,
+)
 
-__all__ = ["DraftSpec", "check_placeholder", "read_vocabulary", "resolve_draft_spec"]
+__all__ = ["DraftSpec", "check_placeholder", "read_vocabulary", "resolve_draft_spec", "text_config"]
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head that the engine's CPU attention has code for."""
@@ -118,6 +125,7 @@ def resolve_draft_spec(
     device: str | None = None,
     weight_files: WeightFiles | None = None,
     vocab_ids: Sequence[int] | None = None,
+    problems: list[str] | None = None,
 ) -> DraftSpec:
     """Decide what the draft is, or say what does not fit.
 
@@ -132,34 +140,47 @@ def resolve_draft_spec(
         device: `cpu` or `cuda`, when known; checks what the engine's attention can do there.
         weight_files: weights of `policy.draft.model_name`, checked by name and shape when given.
         vocab_ids: target id of each draft id, for a draft from scratch that proposes only some ids.
+        problems: takes up what does not fit, as far as that leaves something to go on with, instead of its being
+            raised; the result is to be looked at only.
 
     Raises:
         ConfigError: with the key, the value, what is allowed and what to do.
     """
-    policy = _text_config(policy_config)
+    policy = text_config(policy_config)
     num_layers = int(policy["num_hidden_layers"])
     k = k if cfg.serve else None
-    if cfg.serve and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-        raise ConfigError(f"{K_KEY}: got {k!r}; must be an integer >= 1. Set it to the tokens to propose per step.")
+    with _noting(problems):
+        if cfg.serve and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+            raise ConfigError(f"{K_KEY}: got {k!r}; must be an integer >= 1. Set it to the tokens to propose per step.")
     if draft_config is None:
         arch = _from_scratch(adapter, cfg, policy, k)
     else:
         source = adapter.read_config(draft_config)
         adapter.check_source(cfg, source)
         arch = _from_source(adapter, cfg, source, num_layers)
-    if not arch.reads_final_state:
-        _check_feature_ids(arch.feature_ids, num_layers, allow_boundary=cfg.allow_boundary_layers)
-    _check_against_policy(arch, policy)
-    arch = _cover_positions(arch, max_model_len)
-    _check_geometry(arch, device)
-    adapter.check(cfg, arch, policy=policy, k=k)
+    with _noting(problems):
+        if not arch.reads_final_state:
+            _check_feature_ids(arch.feature_ids, num_layers, allow_boundary=cfg.allow_boundary_layers)
+    with _noting(problems):
+        _check_against_policy(arch, policy)
+    with _noting(problems):
+        arch = _cover_positions(arch, max_model_len)
+    with _noting(problems):
+        _check_geometry(arch, device)
+    with _noting(problems):
+        adapter.check(cfg, arch, policy=policy, k=k)
     limit = adapter.max_num_speculative_tokens(cfg, arch)
-    if k is not None and limit is not None and k > limit:
-        raise ConfigError(
-            f"{K_KEY}: got {k}; the draft is trained to propose at most {limit}. Lower it or set "
-            f"policy.draft.{adapter.depth_key} >= {k}."
-        )
-    ids = _vocabulary(cfg, arch, is_scratch=draft_config is None, weight_files=weight_files, given=vocab_ids)
+    with _noting(problems):
+        if k is not None and limit is not None and k > limit:
+            raise ConfigError(
+                f"{K_KEY}: got {k}; the draft is trained to propose at most {limit}. Lower it or set "
+                f"policy.draft.{adapter.depth_key} >= {k}."
+            )
+    ids = frozen = None
+    with _noting(problems):
+        ids = _vocabulary(cfg, arch, is_scratch=draft_config is None, weight_files=weight_files, given=vocab_ids)
+    with _noting(problems):
+        frozen = _frozen_names(cfg, arch)
     return DraftSpec(
         algo=adapter.algo,
         architecture=arch,
@@ -171,9 +192,20 @@ def resolve_draft_spec(
         initializer_range=float(policy.get("initializer_range") or 0.02),
         vocab_ids=ids,
         serving=adapter.serving(arch, device=device) if cfg.serve else None,
-        frozen=_frozen_names(cfg, arch),
+        frozen=frozen or (),
         is_static=cfg.static or cfg.loss_weight == 0,
     )
+
+
+@contextmanager
+def _noting(problems: list[str] | None) -> Iterator[None]:
+    """Put a refusal on the list, where there is one."""
+    try:
+        yield
+    except ConfigError as err:
+        if problems is None:
+            raise
+        problems.append(str(err))
 
 
 def check_placeholder(spec: DraftSpec, tokens: Mapping[str, int]) -> None:
@@ -205,8 +237,15 @@ def check_placeholder(spec: DraftSpec, tokens: Mapping[str, int]) -> None:
         )
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a policy config."""
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a policy config.
+
+    Args:
+        config: config.json of the policy.
+
+    Raises:
+        ConfigError: it lacks a size that the draft needs.
+    """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) and "num_hidden_layers" not in config else config
     missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if not config.get(k)]
@@ -431,7 +470,8 @@ def _vocabulary(
     if given is None:
         raise ConfigError(
             f"policy.draft.draft_vocab_size: got {size} of {total} for a draft from scratch; which ids it holds must "
-            "come from token counts. Set it to null, or give policy.draft.model_name, a directory with a d2t."
+            "come from token counts. Make a file of them with tools/draft_vocab.py build and name it in "
+            "policy.draft.vocab_file; or set the size to null, or give policy.draft.model_name, a directory with a d2t."
         )
     try:
         mapping = VocabMap(tuple(given), total)
@@ -445,14 +485,12 @@ def _vocabulary(
 def _checked_weights(cfg: DraftConfigBase, arch: DraftArchitecture, files: WeightFiles) -> tuple[int, ...] | None:
     if files.pickle is not None:
         if not cfg.trust_pickle:
-            raise ConfigError(
-                f"policy.draft.model_name: {files.pickle} is a pickle file. Convert it to safetensors, or set "
-                "policy.draft.trust_pickle: true if you trust who made it."
-            )
+            raise ConfigError(pickle_refusal(files.pickle))
         return None
     try:
         names = normalize_names(files.tensors)
         stored = {name: files.tensors[original] for name, original in names.canonical.items()}
+        check_dtypes({name: t.dtype for name, t in stored.items()})
         check_tensor_shapes({name: t.shape for name, t in stored.items()}, arch)
         check_zeros({name: is_zero(stored[name]) for name in arch.zero_shapes() if name in stored})
         tables = {name: read_integers(stored[name]) for name in ("d2t", "t2d") if name in stored}

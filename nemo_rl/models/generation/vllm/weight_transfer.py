@@ -211,16 +211,25 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"Weight update {update_info.version} was refused: it carries {len(update_info.manifest.draft)} draft "
                 "tensors, but the engine has no draft that training updates. No weight was changed."
             )
+        has_policy = not update_info.manifest.draft_only
+        if not has_policy and self.version < 0:
+            raise RefitError(
+                f"Weight update {update_info.version} was refused: it carries the draft alone, but the engine has had "
+                "no update with the policy yet. No weight was changed."
+            )
         tensors = TRANSPORTS[update_info.transport](update_info)
         problems = find_problems(
             update_info.manifest.wire_entries(),
             tensors,
             update_info.checksums,
-            expected=self._expected,
+            expected={
+                name: info for name, info in self._expected.items() if has_policy or name.startswith(DRAFT_PREFIX)
+            },
             optional={_HEAD} if self._is_tied else (),
         )
         if (
             self._is_tied
+            and has_policy
             and not problems
             and not torch.equal(tensors.get(_HEAD, tensors[_EMBEDDING]), tensors[_EMBEDDING])
         ):
@@ -242,10 +251,11 @@ class NemoRLWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         staged, self._staged = self._staged, None
         if staged is None:
             raise RefitError("finish_weight_update: no update was received in this round.")
-        policy = {name: staged.tensors[name] for name in staged.info.manifest.policy}
-        if self._is_tied:
-            policy.pop(_HEAD, None)  # the head is the embedding
-        self._load(self.model, policy, self.model_config)
+        if not staged.info.manifest.draft_only:
+            policy = {name: staged.tensors[name] for name in staged.info.manifest.policy}
+            if self._is_tied:
+                policy.pop(_HEAD, None)  # the head is the embedding
+            self._load(self.model, policy, self.model_config)
         if self._draft is not None:
             sent = {name: staged.tensors[DRAFT_PREFIX + name] for name in self._draft.trained}
             held = derived_tensors(self._draft.model)

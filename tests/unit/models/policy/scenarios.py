@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nemo_rl.algorithms.config import RolloutStoreConfig
 from nemo_rl.algorithms.loss import ClippedPGLossFn, LossOutput
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.results import BatchResult, fold_results
@@ -21,9 +23,11 @@ TEMPERATURE = 0.7
 
 
 def make_config(model_dir: str, **policy: Any) -> Any:
-    """Configuration of a tiny CPU run; `policy` is merged over `policy`, `loss_fn` and `seed` over the rest."""
+    """Configuration of a tiny CPU run; `policy` is merged over `policy`, its sections that are none of it elsewhere."""
     loss_fn = policy.pop("loss_fn", {})
+    own = {name: policy.pop(name) for name in ("draft_run", "rollout_store") if name in policy}
     tree = {
+        **own,
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "seed": 3},
         "loss_fn": {"reference_policy_kl_penalty": 0.0, **loss_fn},
         "cluster": {"device": "cpu"},
@@ -387,6 +391,117 @@ def train_and_watch(
             ([names[id(p)] for p in group["params"]], group["weight_decay"])
             for group in training.group.optimizer.param_groups
         ],
+    )
+
+
+@dataclass
+class AloneRecord:
+    """What training a draft alone leaves behind.
+
+    Attributes:
+        results: of each step.
+        state: whole parameters of policy and draft at the end.
+        num_forwards: how often the policy was run.
+        grads: names of the policy's parameters that have a gradient.
+        groups: names of the optimizers.
+    """
+
+    results: list[list[BatchResult]]
+    state: dict[str, Tensor]
+    num_forwards: int
+    grads: list[str]
+    groups: list[str]
+
+
+def train_draft_alone(
+    config: Any,
+    data: BatchedDataDict,
+    *,
+    spec: Any,
+    steps: range,
+    load_from: str | None = None,
+    save_to: str | None = None,
+) -> AloneRecord:
+    """Run steps of a worker whose policy stays as it is, continuing a checkpoint or leaving one if asked to."""
+    worker = make_worker(config, draft_spec=spec, train_policy=False)
+    if load_from is not None:
+        torch.manual_seed(999)
+        worker.load_checkpoint(load_from)
+    parallel, size = worker._parallel, config.draft_run_batch_size
+    rank = torch.distributed.get_rank(parallel.dp_group)
+    hands = deal_by_length(data["input_lengths"], num_ranks=parallel.dp_size, batch_size=size)
+    forwards: list[None] = []
+    worker._trainer.model.register_forward_hook(lambda *_: forwards.append(None))
+    results = [worker.train_draft(data.select_indices(hands[rank]), step) for step in steps]
+    if save_to is not None:
+        worker.save_checkpoint(save_to)
+    grads = [name for name, p in worker._trainer.model.named_parameters() if p.grad is not None]
+    groups = [group.name for group in worker._groups()]
+    return AloneRecord(results, full_state(worker), len(forwards), grads, groups)
+
+
+def record_features(config: Any, data: BatchedDataDict, directory: str, *, spec: Any) -> Any:
+    """Run the policy over this rank's samples and write what a draft reads."""
+    worker = make_worker(config, draft_spec=spec, train_policy=False)
+    return worker.collect_features(shard_for(worker, data, is_dealt=False), directory, "run_01_step_000001")
+
+
+def record_and_replay(config: Any, data: BatchedDataDict, directory: str, *, spec: Any) -> dict[str, Any]:
+    """Record this rank's samples, the last one as padding; then compare the stand-in's logits with the policy's.
+
+    Returns:
+        The rank's report, per micro-batch of the same grouping whether logits are equal, and the samples' lengths.
+    """
+    from nemo_rl.data.rollout_index import FeatureLayout, StoreIdentity
+    from nemo_rl.data.rollout_store import RolloutReader, RolloutWriter
+    from nemo_rl.models.automodel.data import make_microbatches, microbatch_spec, plan_microbatches
+    from nemo_rl.models.automodel.postprocess import full_logits
+    from nemo_rl.models.automodel.recorded_policy import RecordedPolicy
+
+    worker = make_worker(config, draft_spec=spec)
+    shard = shard_for(worker, data, is_dealt=False)
+    shard["sample_index"] = torch.cat([shard["sample_index"][:-1], torch.tensor([-1])])
+    arch, dtype = spec.architecture, getattr(torch, config.policy.precision)
+    layout = FeatureLayout(ids=arch.feature_ids, size=arch.target_hidden_size, dtype=config.policy.precision)
+    identity = StoreIdentity(vocab_size=arch.vocab_size, tokenizer="t", policy="p", policy_name="tiny", features=layout)
+    writer = None
+    if torch.distributed.get_rank() == 0:
+        store = RolloutStoreConfig(mode="record", dir=directory, features=True)
+        writer = RolloutWriter(store, identity, run="a", resume_step=None)
+    torch.distributed.barrier()
+    report = worker.collect_features(shard, directory, "run_01_step_000001")
+    reports: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reports, report)
+    if writer is not None:
+        kept = sorted(index for part in reports for index in part.samples)
+        batch = data.select_indices(kept)
+        batch["rewards"], batch["truncated"] = torch.zeros(len(kept)), torch.zeros(len(kept), dtype=torch.bool)
+        batch["response_lengths"] = batch["input_lengths"]
+        writer.add(1, batch, versions=frozenset({0}), features=reports)
+    torch.distributed.barrier()
+    reader = RolloutReader(Path(directory))
+    model, trainer = worker._trainer.model, worker._trainer
+    recorded = RecordedPolicy(
+        model, reader, feature_ids=arch.feature_ids, num_layers=spec.num_target_layers, dtype=dtype
+    )
+    own = reader.samples([number for number in range(reader.num_samples) if _is_own(reader, number, shard)])
+    grouping = microbatch_spec(config.policy, is_training=False)
+    groups = plan_microbatches(own["input_lengths"].tolist(), grouping)
+    is_equal = []
+    with torch.no_grad():
+        for mb in make_microbatches(own, groups, grouping, num_steps=len(groups), device=torch.device("cpu")):
+            want, got, is_token = full_logits(trainer.forward(mb)), recorded(mb), mb.doc_ids >= 0
+            assert got.dtype == want.dtype == dtype
+            is_equal.append(torch.equal(got[is_token], want[is_token]))
+    return {"report": report, "is_equal": is_equal, "lengths": own["input_lengths"].tolist()}
+
+
+def _is_own(reader: Any, number: int, shard: BatchedDataDict) -> bool:
+    sample = reader.samples([number])
+    length = int(sample["input_lengths"][0])
+    return any(
+        int(n) == length and torch.equal(sample["input_ids"][0], ids[:length])
+        for n, ids in zip(shard["input_lengths"], shard["input_ids"], strict=True)
     )
 
 

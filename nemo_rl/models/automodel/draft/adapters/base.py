@@ -28,11 +28,13 @@ class SourceConfig:
 
     Attributes:
         publisher: who wrote it, as far as that can be told: `nemo_rl` (our own export), `speculators`, `automodel`,
-            `modelopt`, `specforge`, `zlab`, `deepseek`; `native` for the flat layout that several share.
+            `modelopt`, `specforge`, `angelslim`, `speco`, `zlab`, `deepseek`, `eagle` (the original authors); `native`
+            for the flat layout that several share.
         fields: arguments of the algorithm's architecture other than `feature_ids`.
         feature_ids: canonical ids, or None when the file does not say.
         num_features: features that the file counts, or None.
         is_norm_output_ambiguous: the file turns `norm_output` on and publishers differ about its meaning.
+        unclear_ids: key under which the file names policy layers, where nothing says how that publisher counts them.
     """
 
     publisher: str
@@ -40,6 +42,7 @@ class SourceConfig:
     feature_ids: tuple[int, ...] | None
     num_features: int | None = None
     is_norm_output_ambiguous: bool = False
+    unclear_ids: str | None = None
 
 
 class Verifier(NamedTuple):

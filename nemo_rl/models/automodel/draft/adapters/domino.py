@@ -11,19 +11,30 @@ from typing import Any, ClassVar
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.draft.adapters.base import Serving, SourceConfig
 from nemo_rl.models.automodel.draft.adapters.block import (
+    MAX_BLOCK,
     BlockAdapter,
     block_extra,
+    either,
+    publisher_of,
     read_native_block,
     written_block,
 )
-from nemo_rl.models.automodel.draft.adapters.fields import EXPORT_MARK, KEY, agreed, architecture_name
+from nemo_rl.models.automodel.draft.adapters.fields import (
+    KEY,
+    LIMITS,
+    architecture_name,
+    flag_at,
+    integer_at,
+    short,
+)
 from nemo_rl.models.automodel.draft.architecture import DominoArchitecture, DraftArchitecture
 from nemo_rl.models.automodel.draft.config import DominoDraftConfig
 
 __all__ = ["DominoAdapter"]
 
-_ARCHITECTURES = ("DominoDraftModel", "DFlashDraftModel", "Qwen3DFlashDraftModel")
-"""Ours, whose name tells the engine's model table which class to build, and those of other publishers."""
+_ARCHITECTURES = ("DominoDraftModel", "Qwen3DominoModel", "DFlashDraftModel", "Qwen3DFlashDraftModel")
+"""Ours, whose name tells the engine's model table which class to build, and those of other publishers. The class names
+of the original authors and of nemo_automodel are those of a plain block draft, with the projector beside them."""
 
 _EXTENSION = "nemo_rl.models.automodel.draft.serving.domino:install"
 _PROJECTOR = "domino"
@@ -37,6 +48,7 @@ class DominoAdapter(BlockAdapter[DominoDraftConfig, DominoArchitecture]):
     k_rule: ClassVar[str] = "`block_size`; one less with `shift_label: false`"
     architecture: ClassVar[type[DraftArchitecture]] = DominoArchitecture
     switches: ClassVar[Mapping[str, Any]] = _HEAD
+    settable: ClassVar[tuple[str, ...]] = (*BlockAdapter.settable, "shift_label", "pure_draft_prefix_len")
 
     def new_first_slot(self, cfg: DominoDraftConfig) -> int:
         """0 when the anchor's slot predicts."""
@@ -44,24 +56,28 @@ class DominoAdapter(BlockAdapter[DominoDraftConfig, DominoArchitecture]):
 
     def read_config(self, raw: Mapping[str, Any]) -> SourceConfig:
         """Recognise the publisher and read its config.json."""
-        if architecture_name(raw) not in _ARCHITECTURES:
+        name = architecture_name(raw)
+        if name not in _ARCHITECTURES:
             raise ConfigError(
-                f"{KEY}: its config.json has architectures {raw.get('architectures')!r}; a domino draft has one of "
+                f"{KEY}: its config.json has architectures {short(name)}; a domino draft has one of "
                 f"{list(_ARCHITECTURES)}. The directory holds a draft of another algorithm, or no draft."
             )
-        nested = raw.get("dflash_config") or {}
         fields = read_native_block(raw, projectors=(_PROJECTOR,))
-        head = {key: agreed(raw, nested, key, default=None) for key in _HEAD}
-        missing = [key for key, value in head.items() if value is None]
+        head = {
+            "shift_label": either(raw, "shift_label", read=flag_at),
+            "emb_dim": either(raw, "emb_dim", read=_width_at),
+            "gru_hidden_dim": either(raw, "gru_hidden_dim", read=_width_at),
+            "pure_draft_prefix_len": either(raw, "pure_draft_prefix_len", read=_prefix_at),
+        }
+        missing = [key for key in ("emb_dim", "gru_hidden_dim") if head[key] is None]
         if missing:
             raise ConfigError(
-                f"{KEY}: its config.json lacks {missing} in dflash_config; readers differ about what that means. Add "
-                "what the draft was trained with."
+                f"{KEY}: its config.json lacks {missing} in dflash_config. Add what the draft was trained with."
             )
         return SourceConfig(
-            publisher="nemo_rl" if EXPORT_MARK in raw else "native",
+            publisher=publisher_of(raw),
             feature_ids=fields.pop("feature_ids"),
-            fields={**fields, **head, "extra": block_extra(raw, frozenset({*_HEAD, "projector_type"}))},
+            fields={**fields, **head, "extra": block_extra(raw, frozenset(_HEAD))},
         )
 
     def check(
@@ -83,3 +99,11 @@ class DominoAdapter(BlockAdapter[DominoDraftConfig, DominoArchitecture]):
     def serving(self, arch: DominoArchitecture, *, device: str | None) -> Serving:
         """The engine's block method with the extension that corrects its logits."""
         return Serving("dflash", extension=_EXTENSION)
+
+
+def _width_at(raw: Mapping[str, Any], key: str) -> int | None:
+    return integer_at(raw, key, low=1, high=LIMITS["hidden_size"])
+
+
+def _prefix_at(raw: Mapping[str, Any], key: str) -> int | None:
+    return integer_at(raw, key, high=MAX_BLOCK)

@@ -9,23 +9,39 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.automodel.draft.adapters.base import Serving, SourceConfig
+from nemo_rl.models.automodel.draft.adapters.base import LAYOUTS, Serving, SourceConfig, Verifier
 from nemo_rl.models.automodel.draft.adapters.block import (
     BlockAdapter,
     block_extra,
-    proposed_tokens,
+    check_proposed,
+    either,
+    publisher_of,
     read_native_block,
     read_speculators_block,
+    text_at,
     written_block,
+    written_speculators_block,
 )
-from nemo_rl.models.automodel.draft.adapters.fields import EXPORT_MARK, KEY, agreed, architecture_name
+from nemo_rl.models.automodel.draft.adapters.fields import (
+    KEY,
+    architecture_name,
+    flag_at,
+    integer_at,
+    is_speculators,
+    number_at,
+    short,
+)
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, DSparkArchitecture
 from nemo_rl.models.automodel.draft.config import DSparkDraftConfig
 
 __all__ = ["DSparkAdapter"]
 
-_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
+_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel", "DFlashDraftModel")
+"""Of the original authors and nemo_automodel; of SpecForge and verl-SpeCo; one with the projector beside it."""
+
 _EXTENSION = "nemo_rl.models.automodel.draft.serving.dspark:install"
+_MAX_RANK = 1 << 14
+_MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _HEADS: Mapping[str, Any] = {
     "sample_from_anchor": True,
     "markov_rank": 256,
@@ -34,7 +50,7 @@ _HEADS: Mapping[str, Any] = {
     "confidence_head_with_markov": True,
 }
 _REQUIRED = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-_KNOWN = frozenset({*_HEADS, "dspark_bonus_anchor", "projector_type"})
+_KNOWN = frozenset({*_HEADS, "dspark_bonus_anchor"})
 
 
 class DSparkAdapter(BlockAdapter[DSparkDraftConfig, DSparkArchitecture]):
@@ -44,6 +60,8 @@ class DSparkAdapter(BlockAdapter[DSparkDraftConfig, DSparkArchitecture]):
     k_rule: ClassVar[str] = "`block_size`; one less with `sample_from_anchor: false`"
     architecture: ClassVar[type[DraftArchitecture]] = DSparkArchitecture
     switches: ClassVar[Mapping[str, Any]] = _HEADS
+    settable: ClassVar[tuple[str, ...]] = (*BlockAdapter.settable, "sample_from_anchor")
+    layouts: ClassVar[tuple[str, ...]] = LAYOUTS
 
     def new_first_slot(self, cfg: DSparkDraftConfig) -> int:
         """0 when the anchor's slot predicts."""
@@ -51,30 +69,31 @@ class DSparkAdapter(BlockAdapter[DSparkDraftConfig, DSparkArchitecture]):
 
     def read_config(self, raw: Mapping[str, Any]) -> SourceConfig:
         """Recognise the publisher and read its config.json."""
-        if "speculators_model_type" in raw:
-            return _read_speculators(raw)
-        if architecture_name(raw) not in _ARCHITECTURES:
-            raise ConfigError(
-                f"{KEY}: its config.json has architectures {raw.get('architectures')!r}; a dspark draft has one of "
-                f"{list(_ARCHITECTURES)} or speculators_model_type dspark. The directory holds a draft of another "
-                "algorithm, or no draft."
-            )
-        nested = raw.get("dflash_config") or {}
-        heads = {key: agreed(raw, nested, key, default=None) for key in _HEADS}
-        # A native draft without the key predicts from the anchor.
-        heads["sample_from_anchor"] = True if heads["sample_from_anchor"] is None else heads["sample_from_anchor"]
-        publisher = "nemo_rl" if EXPORT_MARK in raw else "native"
-        return _source(raw, publisher, read_native_block(raw, projectors=(None, "dspark")), heads)
-
-    def check_source(self, cfg: DSparkDraftConfig, source: SourceConfig) -> None:
-        """A speculators file without the layout is read in two ways."""
-        super().check_source(cfg, source)
-        if source.fields["sample_from_anchor"] is None and cfg.sample_from_anchor is None:
-            raise ConfigError(
-                "policy.draft.sample_from_anchor: got null, and the draft's config.json does not have it either. The "
-                "engine reads that as false, the trainer that wrote the file meant true. Set it to how the draft was "
-                "trained."
-            )
+        if is_speculators(raw):
+            # Without the key the engine reads false, and the library meant true: `check_source` asks for it.
+            block, heads = read_speculators_block(raw, model_type="dspark"), _read_heads(raw)
+            anchor_first = heads["sample_from_anchor"]
+            first_slot = None if anchor_first is None else 0 if anchor_first else 1
+            check_proposed(raw, block["block_size"], first_slot=first_slot)
+        else:
+            name = architecture_name(raw)
+            # A plain class is told by its projector, the others may do without.
+            projectors = ("dspark",) if name == "DFlashDraftModel" else (None, "dspark")
+            if name not in _ARCHITECTURES:
+                raise ConfigError(
+                    f"{KEY}: its config.json has architectures {short(name)}; a dspark draft has one of "
+                    f"{list(_ARCHITECTURES)} or speculators_model_type dspark. The directory holds a draft of another "
+                    "algorithm, or no draft."
+                )
+            block, heads = read_native_block(raw, projectors=projectors), _read_heads(raw)
+            if heads["sample_from_anchor"] is None:
+                # A native draft without the key predicts from the anchor.
+                heads["sample_from_anchor"] = True
+        missing = [key for key in _REQUIRED if heads[key] is None]
+        if missing:
+            raise ConfigError(f"{KEY}: its config.json lacks {missing}. Add what the draft was trained with.")
+        fields: dict[str, Any] = {**block, **heads, "extra": block_extra(raw, _KNOWN)}
+        return SourceConfig(publisher=publisher_of(raw), feature_ids=fields.pop("feature_ids"), fields=fields)
 
     def check(
         self, cfg: DSparkDraftConfig, arch: DSparkArchitecture, *, policy: Mapping[str, Any], k: int | None
@@ -107,30 +126,53 @@ class DSparkAdapter(BlockAdapter[DSparkDraftConfig, DSparkArchitecture]):
             "mask_token_id": arch.mask_token_id,
         }
 
+    def write_speculators(self, arch: DSparkArchitecture, *, dtype: str, k: int, verifier: Verifier) -> dict[str, Any]:
+        """The layout of vLLM's speculators library."""
+        return written_speculators_block(
+            arch,
+            dtype=dtype,
+            algo=self.algo,
+            k=k,
+            verifier=verifier,
+            architecture="DSparkDraftModel",
+            heads={key: getattr(arch, key) for key in _HEADS},
+        )
+
     def serving(self, arch: DSparkArchitecture, *, device: str | None) -> Serving:
         """The engine's own method; on CPU its runner lacks that, and the extension adds it to the block method."""
         return Serving("dflash", extension=_EXTENSION) if device == "cpu" else Serving("dspark")
 
 
-def _source(raw: Mapping[str, Any], publisher: str, block: Mapping[str, Any], heads: Mapping[str, Any]) -> SourceConfig:
-    if heads["enable_confidence_head"] is False:
-        heads = {**heads, "confidence_head_with_markov": bool(heads["confidence_head_with_markov"])}
-    missing = [key for key in _REQUIRED if heads[key] is None]
-    if missing:
-        raise ConfigError(f"{KEY}: its config.json lacks {missing}. Add what the draft was trained with.")
-    fields: dict[str, Any] = {**block, **heads, "extra": block_extra(raw, _KNOWN)}
-    return SourceConfig(publisher=publisher, feature_ids=fields.pop("feature_ids"), fields=fields)
-
-
-def _read_speculators(raw: Mapping[str, Any]) -> SourceConfig:
-    block = read_speculators_block(raw, model_type="dspark")
-    heads = {key: raw.get(key) for key in _HEADS}
-    proposed = proposed_tokens(raw)
-    sizes = {True: block["block_size"], False: block["block_size"] - 1}
-    is_anchor_first = heads["sample_from_anchor"]
-    if proposed is not None and is_anchor_first is not None and proposed != sizes[bool(is_anchor_first)]:
+def _read_heads(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of both heads and of the layout, None where the file is silent and nothing follows."""
+    rank = either(raw, "markov_rank", read=lambda block, key: integer_at(block, key, high=_MAX_RANK))
+    if rank == 0:
         raise ConfigError(
-            f"{KEY}: its config.json proposes {proposed} tokens; a block of {block['block_size']} slots with "
-            f"sample_from_anchor {is_anchor_first} predicts {sizes[bool(is_anchor_first)]}. Make them agree."
+            f"{KEY}: its config.json has markov_rank 0; a draft without a Markov head is a dflash draft. Set "
+            "policy.draft.algo to dflash if its tensors agree."
         )
-    return _source(raw, "speculators", block, heads)
+    anchor_first = either(raw, "sample_from_anchor", read=flag_at)
+    bonus = either(raw, "dspark_bonus_anchor", read=flag_at)
+    if bonus is not None and anchor_first not in (None, not bonus):
+        raise ConfigError(
+            f"{KEY}: its config.json has sample_from_anchor {anchor_first} and dspark_bonus_anchor {bonus}, which say "
+            "the opposite of each other. Make them agree."
+        )
+    enabled = either(raw, "enable_confidence_head", read=flag_at)
+    if enabled is None:
+        # Both trainers that write the weight of its loss make the head when that is positive.
+        weight = either(raw, "confidence_head_alpha", read=number_at)
+        enabled = None if weight is None else weight > 0
+    with_markov = either(raw, "confidence_head_with_markov", read=flag_at)
+    return {
+        "sample_from_anchor": (None if bonus is None else not bonus) if anchor_first is None else anchor_first,
+        "markov_rank": rank,
+        "markov_head_type": either(raw, "markov_head_type", read=_kind_at),
+        "enable_confidence_head": enabled,
+        # Means nothing without the head, and some leave it out then.
+        "confidence_head_with_markov": False if with_markov is None and enabled is False else with_markov,
+    }
+
+
+def _kind_at(raw: Mapping[str, Any], key: str) -> str | None:
+    return text_at(raw, key, allowed=_MARKOV_HEADS)

@@ -11,11 +11,18 @@ from typing import Any, ClassVar
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Serving, SourceConfig
+from nemo_rl.models.automodel.draft.adapters.eagle3 import checked_eagle_config
 from nemo_rl.models.automodel.draft.adapters.fields import (
-    EXPORT_MARK,
     KEY,
+    WINDOW_KEYS,
+    architecture_name,
+    export_algo,
+    is_speculators,
     kept_extra,
+    positive_integer_at,
     read_geometry,
+    refuse_windows,
+    short,
     written_geometry,
 )
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, Eagle1Architecture
@@ -25,7 +32,8 @@ __all__ = ["Eagle1Adapter"]
 
 _LOG = logging.getLogger(__name__)
 _ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
-_KNOWN = frozenset({"bias", "fc_bias", "qkv_bias", "logit_scale"})
+_FOREIGN = {"LlamaEagleDraftModel": "nemo_automodel", "LlamaForCausalLMEagle1": "verl-SpeCo"}
+_KNOWN = frozenset({"bias", "fc_bias", "qkv_bias", "logit_scale", "is_causal", *WINDOW_KEYS})
 """`bias` and `fc_bias` speak of the projection's bias, which its tensor decides about; the engine would take `bias` for
 that of the attention, so it is not written back."""
 
@@ -41,30 +49,44 @@ class Eagle1Adapter(DraftAdapter[Eagle1DraftConfig, Eagle1Architecture]):
         """None: the draft reads the final state."""
         return ()
 
+    def claims(self, raw: Mapping[str, Any]) -> bool:
+        """The layout of the original authors, which says no more than that it is a Llama; EAGLE-3 says more."""
+        own = export_algo(raw)
+        if own is not None or is_speculators(raw):
+            return own == self.algo and not is_speculators(raw)
+        name = architecture_name(raw)
+        return (
+            name in _FOREIGN
+            or name == _ARCHITECTURES[1]
+            or (
+                name == _ARCHITECTURES[0]
+                and raw.get("model_type") == "llama"
+                and all(raw.get(key) is None for key in ("draft_vocab_size", "eagle_config"))
+            )
+        )
+
     def read_config(self, raw: Mapping[str, Any]) -> SourceConfig:
         """Recognise the layout and read its config.json."""
-        architectures = raw.get("architectures")
-        name = architectures[0] if isinstance(architectures, list) and architectures else None
-        if name == "LlamaEagleDraftModel":
+        name = architecture_name(raw)
+        if name in _FOREIGN:
             raise ConfigError(
-                f"{KEY}: the draft was made by nemo_automodel, whose EAGLE-1 norms the first layer's input and the "
+                f"{KEY}: the draft was made by {_FOREIGN[name]}, whose EAGLE-1 norms the first layer's input and the "
                 "output; the engine has no such norms and cannot serve it. Use another draft, or null for a new one."
             )
-        if name not in _ARCHITECTURES or raw.get("model_type") != "llama" or "speculators_model_type" in raw:
+        if name not in _ARCHITECTURES or raw.get("model_type") != "llama" or is_speculators(raw):
             raise ConfigError(
-                f"{KEY}: its config.json has architectures {architectures!r} and model_type {raw.get('model_type')!r}"
-                f"{_kind(raw)}; an eagle1 draft has architectures {[_ARCHITECTURES[0]]} and model_type llama. The "
-                "directory holds a draft of another algorithm (its name goes to policy.draft.algo), or no draft."
+                f"{KEY}: its config.json has architectures {short(raw.get('architectures'))} and model_type "
+                f"{short(raw.get('model_type'))}{_kind(raw)}; an eagle1 draft has architectures "
+                f"{[_ARCHITECTURES[0]]} and model_type llama. The directory holds a draft of another algorithm (its "
+                "name goes to policy.draft.algo), or no draft."
             )
-        if raw.get("qkv_bias"):
-            raise ConfigError(f"{KEY}: qkv_bias is true; drafts with biases are not supported. Use another draft.")
-        if raw.get("logit_scale", 1.0) != 1.0:
-            raise ConfigError(
-                f"{KEY}: logit_scale is {raw['logit_scale']}; the draft's logits are those of the policy's head as it "
-                "is. Remove the key."
-            )
+        checked_eagle_config(raw)
+        refuse_windows(raw, positive_integer_at(raw, "num_hidden_layers") or 0)
+        own = export_algo(raw)
+        if own not in (None, self.algo):
+            raise ConfigError(f"{KEY}: it is a draft of algorithm {short(own)}. Set policy.draft.algo to that.")
         return SourceConfig(
-            publisher="nemo_rl" if EXPORT_MARK in raw else "native",
+            publisher="eagle" if own is None else "nemo_rl",
             fields=read_geometry(raw, "llama") | {"extra": kept_extra(raw, _KNOWN)},
             feature_ids=None,
         )
@@ -111,4 +133,4 @@ class Eagle1Adapter(DraftAdapter[Eagle1DraftConfig, Eagle1Architecture]):
 
 def _kind(raw: Mapping[str, Any]) -> str:
     kind = raw.get("speculators_model_type")
-    return "" if kind is None else f", speculators_model_type {kind!r}"
+    return "" if kind is None else f", speculators_model_type {short(kind)}"

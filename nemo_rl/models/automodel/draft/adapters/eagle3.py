@@ -1,25 +1,41 @@
 """EAGLE-3 drafts in two layouts, `native` and `speculators`.
 
-`native` is the flat one of the original authors, SpecForge, ModelOpt and nemo_automodel; the engine loads it unchanged.
+`native` is the flat one of the original authors, SpecForge, AngelSlim, ModelOpt, nemo_automodel and verl-SpeCo, in
+dialects that differ in names and in what they leave out; an export is in the one that the engine loads unchanged.
 Feature ids are "after l layers" everywhere inside; see `fields.feature_ids_from_layer_outputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Serving, SourceConfig
+from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Serving, SourceConfig, Verifier
 from nemo_rl.models.automodel.draft.adapters.fields import (
-    EXPORT_MARK,
-    GEOMETRY,
     KEY,
+    LIMITS,
+    SPECULATORS_KNOWN,
+    WINDOW_KEYS,
     agreed,
+    architecture_name,
+    block_at,
     checked_triple,
+    export_algo,
+    flag_at,
+    integer_at,
+    integers_at,
+    is_speculators,
     kept_extra,
+    number_at,
+    positive_integer_at,
     read_geometry,
+    read_layer,
+    refuse_windows,
+    short,
+    speculators_extra,
     written_geometry,
+    written_speculators,
 )
 from nemo_rl.models.automodel.draft.architecture import (
     DraftArchitecture,
@@ -29,36 +45,80 @@ from nemo_rl.models.automodel.draft.architecture import (
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 
 __all__ = [
+    "FUSED_BLOCKS",
+    "FUSED_KNOWN",
     "ID_KEYS",
+    "LAYER_FAMILIES",
+    "MASK_KEYS",
     "NATIVE_FAMILIES",
     "Eagle3Adapter",
-    "read_speculators_layers",
-    "refuse_eagle_config",
-    "write_speculators_config",
+    "check_named_features",
+    "checked_eagle_config",
+    "has_mask_token",
+    "native_features",
+    "native_publisher",
+    "read_native_layers",
+    "speculators_features",
     "written_fused",
 ]
 
 ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+LAYER_FAMILIES = ("llama", "qwen3")
 NATIVE_FAMILIES = {
     "LlamaForCausalLMEagle3": "llama",
     "Eagle3LlamaForCausalLM": "llama",
+    "Eagle3Qwen2_5vlForCausalLM": "llama",
+    "Eagle3Qwen3vlForCausalLM": "llama",
     "LlamaEagle3DraftModel": "llama",
+    "Qwen3Eagle3Model": "llama",
     "Eagle3Qwen3ForCausalLM": "qwen3",
 }
+"""Architecture that names such a draft -> family of its layers."""
+
+_AUTHORS = "LlamaForCausalLM"
+"""What the original authors write, for EAGLE-1 too; only theirs of EAGLE-3 has a `draft_vocab_size`."""
+
 _ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_KNOWN = frozenset(
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+"""Where the engine looks for the mask token, after `dflash_config.mask_token_id`, in its order."""
+
+_FEATURE_COUNTS = ("num_aux_hidden_states", "num_aux_layers")
+_FOREIGN_IDS = (
+    "aux_hidden_state_layer_ids",
+    "aux_hidden_states_layer_ids",
+    "target_hidden_layer_ids",
+    "target_layer_ids",
+)
+"""Keys under which publishers name policy layers and that the engine does not read in the native layout."""
+
+_NO_BIAS = frozenset({"bias", "fc_bias", "qkv_bias"})
+"""Biases that a checkpoint's tensors decide about; the engine would look for them in other places."""
+
+FUSED_KNOWN = frozenset(
     {
         *_SWITCHES,
         *ID_KEYS,
-        "num_aux_hidden_states",
-        "num_aux_layers",
-        "eagle_config",
-        "speculators_model_type",
-        "speculators_version",
-        "speculators_config",
-        "transformer_layer_config",
+        *_FEATURE_COUNTS,
+        *_FOREIGN_IDS,
+        *_NO_BIAS,
+        *WINDOW_KEYS,
+        *SPECULATORS_KNOWN,
+        "is_causal",
+        "logit_scale",
+        "num_draft_layers",
+        "parallel_drafting",
     }
+)
+"""Keys that are read or rewritten for every draft on fused features."""
+
+FUSED_BLOCKS: Mapping[str, frozenset[str]] = {
+    "eagle_config": frozenset({*_SWITCHES, *ID_KEYS, *_FOREIGN_IDS, *_FEATURE_COUNTS, "use_aux_hidden_state"})
+}
+"""Nested objects of which something is read or rewritten."""
+
+_MODELOPT_KEYS = frozenset(
+    {"use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "next_layer_regular"}
 )
 
 
@@ -70,27 +130,36 @@ class Eagle3Adapter(DraftAdapter[Eagle3DraftConfig, Eagle3Architecture]):
     architecture: ClassVar[type[DraftArchitecture]] = Eagle3Architecture
     switches: ClassVar[Mapping[str, Any]] = dict.fromkeys(_SWITCHES, False)
     depth_key: ClassVar[str] = "ttt_steps"
+    layouts: ClassVar[tuple[str, ...]] = ("native", "speculators")
 
     def default_feature_ids(self, num_layers: int) -> tuple[int, ...]:
         """What the engine assumes when a config names none."""
         return checked_triple(num_layers)
 
+    def claims(self, raw: Mapping[str, Any]) -> bool:
+        """An architecture of EAGLE-3 without a word about proposing in parallel."""
+        if is_speculators(raw):
+            return raw["speculators_model_type"] == self.algo
+        own = export_algo(raw)
+        if own is not None:
+            return own == self.algo
+        return _is_native(raw) and not _is_parallel(raw)
+
     def read_config(self, raw: Mapping[str, Any]) -> SourceConfig:
         """Recognise the publisher and read its config.json."""
-        if "speculators_model_type" in raw:
+        if is_speculators(raw):
             return _read_speculators(raw)
-        architectures = raw.get("architectures")
-        name = architectures[0] if isinstance(architectures, list) and architectures else None
-        if name not in NATIVE_FAMILIES:
+        if not _is_native(raw):
             raise ConfigError(
-                f"{KEY}: its config.json has architectures {architectures!r}; an eagle3 draft has one of "
-                f"{sorted(NATIVE_FAMILIES)} or speculators_model_type eagle3. The directory holds a draft of another "
-                "algorithm, or no draft."
+                f"{KEY}: its config.json has architectures {short(raw.get('architectures'))}; an eagle3 draft has one "
+                f"of {sorted(NATIVE_FAMILIES)}, {_AUTHORS} beside a draft_vocab_size, or speculators_model_type "
+                "eagle3. The directory holds a draft of another algorithm, or no draft."
             )
-        return _read_native(raw, name)
+        return _read_native(raw)
 
     def check_source(self, cfg: Eagle3DraftConfig, source: SourceConfig) -> None:
-        """The flag `norm_output` means two things."""
+        """The flag `norm_output` means two things; ids that nobody can count."""
+        check_named_features(cfg.aux_layer_indices, source)
         if source.is_norm_output_ambiguous and cfg.norm_output is None:
             raise ConfigError(
                 "policy.draft.norm_output: got nothing, and the draft's config.json turns it on. Some publishers mean "
@@ -116,9 +185,179 @@ class Eagle3Adapter(DraftAdapter[Eagle3DraftConfig, Eagle3Architecture]):
         """The native layout."""
         return written_fused(arch, dtype=dtype, algo=self.algo) | {"norm_output": arch.norm_output}
 
+    def write_speculators(self, arch: Eagle3Architecture, *, dtype: str, k: int, verifier: Verifier) -> dict[str, Any]:
+        """The speculators layout; tensor names are those of the native one."""
+        return written_speculators(
+            arch,
+            algo=self.algo,
+            architecture="Eagle3DraftModel",
+            dtype=dtype,
+            k=k,
+            verifier=verifier,
+            ids_key=ID_KEYS[0],
+        ) | {**{key: getattr(arch, key) for key in _SWITCHES}, "embed_requires_grad": False}
+
     def serving(self, arch: Eagle3Architecture, *, device: str | None) -> Serving:
         """The engine's own method."""
         return Serving("eagle3")
+
+
+# -- the native layout -----------------------------------------------------------------------------------------------
+
+
+def _is_native(raw: Mapping[str, Any]) -> bool:
+    name = architecture_name(raw)
+    return name in NATIVE_FAMILIES or (
+        name == _AUTHORS
+        and raw.get("model_type") == "llama"
+        and raw.get("draft_vocab_size") is not None
+        and export_algo(raw) is None
+    )
+
+
+def has_mask_token(raw: Mapping[str, Any]) -> bool:
+    """Whether the engine would find a mask token in a native config.json, whatever its value is.
+
+    Args:
+        raw: the parsed file.
+    """
+    nested = raw.get("dflash_config")
+    is_nested = isinstance(nested, Mapping) and nested.get(MASK_KEYS[0]) is not None
+    return is_nested or any(raw.get(key) is not None for key in MASK_KEYS)
+
+
+def _is_parallel(raw: Mapping[str, Any]) -> bool:
+    return bool(raw.get("parallel_drafting") or has_mask_token(raw))
+
+
+def native_publisher(raw: Mapping[str, Any]) -> str:
+    """Who wrote a native config.json, as far as its fields tell.
+
+    Args:
+        raw: the parsed file.
+    """
+    if export_algo(raw) is not None:
+        return "nemo_rl"
+    eagle = raw.get("eagle_config")
+    eagle = eagle if isinstance(eagle, Mapping) else {}
+    name = architecture_name(raw)
+    if name == "LlamaEagle3DraftModel":
+        return "automodel"
+    if name in ("LlamaForCausalLMPeagle", "Qwen3Eagle3Model") or "target_hidden_layer_ids" in eagle:
+        return "speco"
+    if not _MODELOPT_KEYS.isdisjoint(eagle):
+        return "modelopt"
+    if name == _AUTHORS:
+        return "eagle"
+    if name == "PEagleDraftModel":
+        return "specforge"
+    if name in ("Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"):
+        return "angelslim"
+    return "native"
+
+
+def checked_eagle_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `eagle_config` of a native config.json; what training or the engine do not run is refused.
+
+    Args:
+        raw: the parsed file.
+    """
+    eagle = block_at(raw, "eagle_config")
+    for key, wanted in (
+        ("use_aux_hidden_state", True),
+        ("use_input_layernorm_in_first_layer", True),
+        ("use_last_layernorm", True),
+        ("next_layer_regular", True),
+        ("use_mtp_layernorm", False),
+    ):
+        value = flag_at(eagle, key)
+        if value is not None and value is not wanted:
+            raise ConfigError(f"{KEY}: eagle_config.{key} is {value}; such drafts cannot be served. Use another.")
+    if (integer_at(eagle, "parallel_draft_step") or 1) > 1:
+        raise ConfigError(
+            f"{KEY}: eagle_config.parallel_draft_step is {eagle['parallel_draft_step']}; the engine has no such heads. "
+            "Use another draft."
+        )
+    if flag_at(raw, "is_causal") is False:
+        raise ConfigError(f"{KEY}: is_causal is false; these drafts see earlier positions only. Use another draft.")
+    if flag_at(raw, "qkv_bias"):
+        raise ConfigError(f"{KEY}: qkv_bias is true; drafts with biases are not supported. Use another draft.")
+    if number_at(raw, "logit_scale") not in (None, 1.0):
+        raise ConfigError(
+            f"{KEY}: logit_scale is {short(raw['logit_scale'])}, which training does not apply. Remove the key, or use "
+            "another draft."
+        )
+    return eagle
+
+
+def read_native_layers(raw: Mapping[str, Any], family: str, *, publisher: str) -> dict[str, Any]:
+    """Geometry of a native config.json.
+
+    Args:
+        raw: the parsed file.
+        family: of the layers.
+        publisher: who wrote it.
+    """
+    if publisher == "automodel" and not flag_at(raw, "parallel_drafting"):
+        # It copies the policy's config, number of layers and windows included, and always builds one plain layer.
+        raw = {**raw, "num_hidden_layers": 1}
+    elif publisher != "automodel":
+        drafted = integer_at(raw, "num_draft_layers", low=1, high=LIMITS["num_hidden_layers"])
+        if publisher == "speco" and drafted is not None:
+            raw = {**raw, "num_hidden_layers": drafted}
+        refuse_windows(raw, positive_integer_at(raw, "num_hidden_layers") or 0)
+    return read_geometry(raw, family)
+
+
+def native_features(raw: Mapping[str, Any], eagle: Mapping[str, Any]) -> dict[str, Any]:
+    """What a native config.json says about features, as arguments of `SourceConfig`.
+
+    Args:
+        raw: the parsed file.
+        eagle: its `eagle_config`.
+    """
+    ids = agreed(raw, eagle, ID_KEYS[0], default=None, read=_ids)
+    counts = {key: agreed(raw, eagle, key, default=None, read=positive_integer_at) for key in _FEATURE_COUNTS}
+    sizes = {size for size in (*counts.values(), len(ids) if ids else None) if size is not None}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"{KEY}: its config.json names features after layers {short(ids)} and counts {counts}; readers of the "
+            "file would differ. Make them agree."
+        )
+    unclear = [
+        key
+        for key in _FOREIGN_IDS
+        for block in (raw, eagle)
+        if (other := _ids(block, key, low=-1)) is not None and other != ids
+    ]
+    if unclear and ids is not None:
+        raise ConfigError(
+            f"{KEY}: its config.json names other layers in {unclear[0]} than in {ID_KEYS[0]}. Remove the wrong one."
+        )
+    return {
+        "feature_ids": ids,
+        "num_features": next(iter(sizes), None),
+        "unclear_ids": unclear[0] if unclear else None,
+    }
+
+
+def _ids(raw: Mapping[str, Any], key: str, low: int = 0) -> tuple[int, ...] | None:
+    return integers_at(raw, key, low=low)
+
+
+def check_named_features(indices: Any, source: SourceConfig) -> None:
+    """Layers under a key that the engine does not read are counted in a way that nobody wrote down.
+
+    Args:
+        indices: `policy.draft.aux_layer_indices`.
+        source: what the file says.
+    """
+    if source.unclear_ids is not None and indices is None:
+        raise ConfigError(
+            f"policy.draft.aux_layer_indices: got null, and the draft's config.json names layers in "
+            f"{source.unclear_ids}, which the engine does not read and publishers count in different ways. Set the "
+            "layers that it was trained on (outputs, counted from 0)."
+        )
 
 
 def written_fused(arch: FusedEagleArchitecture, *, dtype: str, algo: str) -> dict[str, Any]:
@@ -130,13 +369,15 @@ def written_fused(arch: FusedEagleArchitecture, *, dtype: str, algo: str) -> dic
         algo: draft algorithm.
     """
     ids = list(arch.feature_ids)
-    return written_geometry(arch, dtype=dtype, algo=algo) | {
+    written = written_geometry(arch, dtype=dtype, algo=algo)
+    return written | {
         "architectures": [_ARCHITECTURES[arch.layer_family]],
         **{key: getattr(arch, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm")},
         "num_aux_hidden_states": len(ids),
         ID_KEYS[0]: ids,
         # Some engine runners read the ids only here, others only above.
         "eagle_config": {
+            **written.get("eagle_config", {}),
             ID_KEYS[0]: ids,
             "use_aux_hidden_state": True,
             "norm_before_fc": arch.norm_before_fc,
@@ -144,112 +385,60 @@ def written_fused(arch: FusedEagleArchitecture, *, dtype: str, algo: str) -> dic
     }
 
 
-def refuse_eagle_config(eagle: Mapping[str, Any]) -> None:
-    """Refuse what the engine does not run.
-
-    Args:
-        eagle: the `eagle_config` of a native config.json.
-    """
-    for key, bad in (
-        ("use_aux_hidden_state", False),
-        ("use_input_layernorm_in_first_layer", False),
-        ("use_last_layernorm", False),
-        ("use_mtp_layernorm", True),
-    ):
-        if key in eagle and bool(eagle[key]) is bad:
-            raise ConfigError(f"{KEY}: eagle_config.{key} is {eagle[key]}; such drafts cannot be served. Use another.")
-
-
-def _read_native(raw: Mapping[str, Any], architecture: str) -> SourceConfig:
-    eagle = raw.get("eagle_config") or {}
-    refuse_eagle_config(eagle)
-    if raw.get("parallel_drafting") or eagle.get("parallel_draft_step", 1) not in (None, 1):
+def _read_native(raw: Mapping[str, Any]) -> SourceConfig:
+    eagle = checked_eagle_config(raw)
+    if _is_parallel(raw):
         raise ConfigError(
-            f"{KEY}: the draft proposes in parallel (P-EAGLE); policy.draft.algo is eagle3. Use another draft."
+            f"{KEY}: the draft proposes in parallel (P-EAGLE); policy.draft.algo is eagle3. Set that to peagle, or use "
+            "another draft."
         )
-    family = NATIVE_FAMILIES[architecture]
-    publisher = "automodel" if architecture == "LlamaEagle3DraftModel" else "native"
-    publisher = "nemo_rl" if EXPORT_MARK in raw else publisher
-    switches = {key: bool(agreed(raw, eagle, key, default=False)) for key in _SWITCHES}
-    ids = agreed(raw, eagle, ID_KEYS[0], default=None)
+    family = NATIVE_FAMILIES.get(architecture_name(raw) or "", "llama")
+    publisher = native_publisher(raw)
+    switches = {key: agreed(raw, eagle, key, default=False, read=flag_at) for key in _SWITCHES}
     return SourceConfig(
         publisher=publisher,
-        fields=read_geometry(raw, family) | switches | {"extra": kept_extra(raw, _KNOWN)},
-        feature_ids=None if ids is None else tuple(ids),
-        num_features=raw.get("num_aux_hidden_states", raw.get("num_aux_layers")),
-        is_norm_output_ambiguous=switches["norm_output"] and publisher == "native",
+        fields={
+            **read_native_layers(raw, family, publisher=publisher),
+            **switches,
+            "extra": kept_extra(raw, FUSED_KNOWN, blocks=FUSED_BLOCKS),
+        },
+        is_norm_output_ambiguous=switches["norm_output"] and publisher not in ("automodel", "nemo_rl"),
+        **native_features(raw, eagle),
     )
+
+
+# -- the speculators layout ------------------------------------------------------------------------------------------
+
+
+def speculators_features(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Feature ids of a config.json in the speculators layout.
+
+    Args:
+        raw: the parsed file.
+    """
+    found = {key: ids for key in ID_KEYS if (ids := _ids(raw, key)) is not None}
+    if len(set(found.values())) > 1:
+        raise ConfigError(f"{KEY}: its config.json names different layers: {short(found)}. Make them equal.")
+    return next(iter(found.values()), None)
 
 
 def _read_speculators(raw: Mapping[str, Any]) -> SourceConfig:
     kind = raw["speculators_model_type"]
     if kind != "eagle3":
         raise ConfigError(
-            f"{KEY}: its config.json has speculators_model_type {kind!r}; policy.draft.algo is eagle3. Use that."
+            f"{KEY}: its config.json has speculators_model_type {short(kind)}; policy.draft.algo is eagle3. Set that "
+            "to the draft's algorithm, or use another draft."
         )
+    layer = read_layer(raw, LAYER_FAMILIES)
     # The engine's reading of this format: the residual is the normed state unless the file says otherwise.
     defaults = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
-    ids = raw.get(ID_KEYS[0]) or raw.get(ID_KEYS[1])
+    switches = {key: flag_at(raw, key) for key in defaults}
     return SourceConfig(
         publisher="speculators",
-        fields=read_speculators_layers(raw, _KNOWN) | {k: bool(raw.get(k, default)) for k, default in defaults.items()},
-        feature_ids=tuple(ids) if ids else None,
-        num_features=None,
-    )
-
-
-def read_speculators_layers(raw: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Geometry and kept fields of a config.json in the speculators layout.
-
-    Args:
-        raw: the parsed file.
-        known: keys that the adapter reads or rewrites.
-    """
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, Mapping) or layer.get("model_type") not in ("llama", "qwen3"):
-        raise ConfigError(f"{KEY}: its config.json needs transformer_layer_config of model_type llama or qwen3.")
-    outer = {k: raw[k] for k in ("draft_vocab_size", "target_hidden_size") if raw.get(k) is not None}
-    extra = kept_extra({**layer, **raw}, known)
-    return read_geometry({**layer, **outer}, layer["model_type"]) | {"extra": extra}
-
-
-def write_speculators_config(
-    arch: Eagle3Architecture, *, dtype: str, k: int, verifier: str, verifier_architectures: Sequence[str]
-) -> dict[str, Any]:
-    """The same draft in the speculators layout; tensor names are those of the native one.
-
-    Args:
-        arch: the draft.
-        dtype: of the weights beside it.
-        k: tokens proposed per step.
-        verifier: name or path of the policy.
-        verifier_architectures: of the policy.
-    """
-    layer = {
-        "model_type": arch.layer_family,
-        **{key: getattr(arch, key) for key in GEOMETRY},
-        "head_dim": arch.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_theta": arch.rope["rope_theta"],
-        "rope_parameters": dict(arch.rope),
-        "tie_word_embeddings": False,
-    }
-    return dict(arch.extra) | {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}],
-            "verifier": {"name_or_path": verifier, "architectures": list(verifier_architectures)},
+        fields={
+            **read_geometry(layer, layer["model_type"]),
+            **{key: default if switches[key] is None else switches[key] for key, default in defaults.items()},
+            "extra": speculators_extra(raw, FUSED_KNOWN, blocks=FUSED_BLOCKS),
         },
-        "transformer_layer_config": layer,
-        "draft_vocab_size": arch.draft_vocab_size,
-        "target_hidden_size": arch.target_hidden_size,
-        **{key: getattr(arch, key) for key in _SWITCHES},
-        ID_KEYS[0]: list(arch.feature_ids),
-        "torch_dtype": dtype,
-    }
+        feature_ids=speculators_features(raw),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture
@@ -25,10 +26,19 @@ class NormalizedNames:
 
 
 _WRAPPER_PREFIXES = ("draft.", "module.", "eagle_module.", "model.")
-_NESTED_HEAD = ("logit_head.prefix_gru.", "logit_head.embed_proj.")
+_NESTED_HEAD = tuple(f"logit_head.{part}." for part in ("prefix_gru", "embed_proj", "markov_head", "confidence_head"))
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 _TARGET_OWNED = ("verifier_lm_head.weight", "verifier_norm.weight")
-_FUSED = ("qkv_proj", "gate_up_proj", "linear_qkv")
+_MOST_LISTED = 20
+"""Names in one message; the tensors of files and configurations that have nothing in common are many."""
+
+_FUSED = ("qkv_proj", "gate_up_proj")
+"""No publisher writes these; a program's own memory does, and the programs differ in the order of the rows."""
+
+_MEGATRON = frozenset(
+    {"enorm", "hnorm", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "self_attention", "final_layernorm"}
+)
+_MEGATRON_NORMS = ("pre_fc_norm_",)
 
 
 def normalize_names(names: Iterable[str]) -> NormalizedNames:
@@ -54,6 +64,10 @@ def normalize_names(names: Iterable[str]) -> NormalizedNames:
         if name.endswith(_DERIVED_SUFFIXES) or name in _TARGET_OWNED:
             dropped.append(stored)
             continue
+        if not _MEGATRON.isdisjoint(name.split(".")) or any(part in name for part in _MEGATRON_NORMS):
+            raise CheckpointError(
+                f"tensor {stored} has a name of the Megatron layout. Export the draft to the Hugging Face layout first."
+            )
         if any(part in name for part in _FUSED):
             raise CheckpointError(
                 f"tensor {stored} is fused; whether its rows are grouped by head or by kind is not recorded. Export "
@@ -89,18 +103,27 @@ def check_tensor_shapes(shapes: Mapping[str, Sequence[int]], arch: DraftArchitec
     wrong = [
         f"{name} has shape {list(shape)}, {list(allowed[name])} needed"
         for name, shape in sorted(shapes.items())
-        if name in allowed and tuple(shape) != allowed[name]
+        if name in allowed and not _fits(name, tuple(shape), allowed[name])
     ]
     if "mask_hidden" in unexpected:
         raise CheckpointError(
             "holds mask_hidden: it proposes in parallel, policy.draft.algo names another algorithm. Set that to the "
             "draft's."
         )
-    problems = [f"{len(missing)} missing: {missing}"] if missing else []
-    problems += [f"{len(unexpected)} unexpected: {unexpected}"] if unexpected else []
-    problems += wrong
+    problems = [f"{len(missing)} missing: {_listed(missing)}"] if missing else []
+    problems += [f"{len(unexpected)} unexpected: {_listed(unexpected)}"] if unexpected else []
+    problems += wrong[:_MOST_LISTED] + ([f"{len(wrong)} shapes in all"] if len(wrong) > _MOST_LISTED else [])
     if problems:
         raise CheckpointError("tensors do not fit its config.json: " + "; ".join(problems) + ".")
+
+
+def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    # The engine flattens the placeholder's feature, and publishers write it with one to three axes.
+    return shape == wanted or (name == "mask_hidden" and prod(shape) == prod(wanted))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{list(names[:_MOST_LISTED])}{' and more' if len(names) > _MOST_LISTED else ''}"
 
 
 def check_zeros(is_zero: Mapping[str, bool]) -> None:

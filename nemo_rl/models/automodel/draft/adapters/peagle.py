@@ -1,7 +1,7 @@
 """P-EAGLE drafts in two layouts, `native` and `speculators`.
 
 `native` is EAGLE-3's with a placeholder: the tensor `mask_hidden` and the id of the mask token, which the engine looks
-for under several keys. nemo_automodel and this program write it.
+for under several keys. nemo_automodel, SpecForge, verl-SpeCo and this program write it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,41 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Serving, SourceConfig
+from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Serving, SourceConfig, Verifier
 from nemo_rl.models.automodel.draft.adapters.eagle3 import (
+    FUSED_BLOCKS,
+    FUSED_KNOWN,
     ID_KEYS,
+    LAYER_FAMILIES,
+    MASK_KEYS,
     NATIVE_FAMILIES,
-    read_speculators_layers,
-    refuse_eagle_config,
+    check_named_features,
+    checked_eagle_config,
+    has_mask_token,
+    native_features,
+    native_publisher,
+    read_native_layers,
+    speculators_features,
     written_fused,
 )
 from nemo_rl.models.automodel.draft.adapters.fields import (
-    EXPORT_MARK,
     KEY,
+    LIMITS,
     agreed,
+    architecture_name,
+    block_at,
     check_mask_token,
     checked_triple,
+    export_algo,
+    flag_at,
+    integer_at,
+    is_speculators,
     kept_extra,
     read_geometry,
+    read_layer,
+    short,
+    speculators_extra,
+    written_speculators,
 )
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, PEagleArchitecture
 from nemo_rl.models.automodel.draft.config import PEagleDraftConfig
@@ -36,30 +55,15 @@ _PARALLEL_FAMILIES = {
     "PEagleDraftModel": "llama",
     "PeagleLlamaForCausalLM": "llama",
     "PeagleQwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLMPeagle": "llama",
 }
+_FAMILIES = NATIVE_FAMILIES | _PARALLEL_FAMILIES
 _SWITCHES: Mapping[str, Any] = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False}
-_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-"""Where the engine looks for the mask token, after `dflash_config.mask_token_id`, in its order."""
 _DEPTH_KEYS = ("num_depths", "para_depths")
-_KNOWN = frozenset(
-    {
-        *_SWITCHES,
-        *ID_KEYS,
-        *_MASK_KEYS,
-        *_DEPTH_KEYS,
-        # Without feedback there is no state to feed back normed or not.
-        "norm_output",
-        "parallel_drafting",
-        "num_aux_hidden_states",
-        "num_aux_layers",
-        "eagle_config",
-        "dflash_config",
-        "speculators_model_type",
-        "speculators_version",
-        "speculators_config",
-        "transformer_layer_config",
-    }
-)
+_MOST_DEPTHS = 1 << 10
+# Without feedback there is no state to feed back normed or not, so `norm_output` of a native file says nothing.
+_KNOWN = FUSED_KNOWN | {*MASK_KEYS, *_DEPTH_KEYS}
+_BLOCKS = {**FUSED_BLOCKS, "dflash_config": frozenset({MASK_KEYS[0]})}
 
 
 class PEagleAdapter(DraftAdapter[PEagleDraftConfig, PEagleArchitecture]):
@@ -71,6 +75,7 @@ class PEagleAdapter(DraftAdapter[PEagleDraftConfig, PEagleArchitecture]):
     default_num_layers: ClassVar[int] = 4
     switches: ClassVar[Mapping[str, Any]] = {**_SWITCHES, "num_depths": 8}
     depth_key: ClassVar[str] = "num_depths"
+    layouts: ClassVar[tuple[str, ...]] = ("native", "speculators")
 
     def default_feature_ids(self, num_layers: int) -> tuple[int, ...]:
         """What the engine assumes when a config names none."""
@@ -85,12 +90,20 @@ class PEagleAdapter(DraftAdapter[PEagleDraftConfig, PEagleArchitecture]):
             )
         return {"mask_token_id": cfg.mask_token_id}
 
+    def claims(self, raw: Mapping[str, Any]) -> bool:
+        """An architecture of P-EAGLE, or one of EAGLE-3 that proposes in parallel."""
+        if is_speculators(raw):
+            return raw["speculators_model_type"] == self.algo
+        own = export_algo(raw)
+        return _is_native(raw) if own is None else own == self.algo
+
     def read_config(self, raw: Mapping[str, Any]) -> SourceConfig:
         """Recognise the publisher and read its config.json."""
-        return _read_speculators(raw) if "speculators_model_type" in raw else _read_native(raw)
+        return _read_speculators(raw) if is_speculators(raw) else _read_native(raw)
 
     def check_source(self, cfg: PEagleDraftConfig, source: SourceConfig) -> None:
-        """The mask token and the number of depths must be said by someone."""
+        """The mask token and the number of depths must be said by someone; ids that nobody can count."""
+        check_named_features(cfg.aux_layer_indices, source)
         for key, meaning in (("mask_token_id", "the token id"), ("num_depths", "the number of tokens per forward")):
             if source.fields[key] is None and getattr(cfg, key) is None:
                 raise ConfigError(
@@ -134,6 +147,29 @@ class PEagleAdapter(DraftAdapter[PEagleDraftConfig, PEagleArchitecture]):
             "num_depths": arch.num_depths,
         }
 
+    def write_speculators(self, arch: PEagleArchitecture, *, dtype: str, k: int, verifier: Verifier) -> dict[str, Any]:
+        """The speculators layout; tensor names are those of the native one."""
+        if arch.fc_norm:
+            raise ConfigError(
+                "policy.draft.export_layouts: got speculators for a draft with fc_norm, which the engine ignores for "
+                "P-EAGLE drafts in that layout, so it would serve another draft than was trained. Remove it."
+            )
+        return written_speculators(
+            arch,
+            algo=self.algo,
+            architecture="PEagleDraftModel",
+            dtype=dtype,
+            k=k,
+            verifier=verifier,
+            ids_key=ID_KEYS[0],
+        ) | {
+            **{key: getattr(arch, key) for key in _SWITCHES},
+            "norm_output": False,
+            "embed_requires_grad": True,
+            "mask_token_id": arch.mask_token_id,
+            "num_depths": arch.num_depths,
+        }
+
     def serving(self, arch: PEagleArchitecture, *, device: str | None) -> Serving:
         """The engine's own method."""
         return Serving("eagle3", {"parallel_drafting": True})
@@ -141,9 +177,13 @@ class PEagleAdapter(DraftAdapter[PEagleDraftConfig, PEagleArchitecture]):
 
 def _mask_token(raw: Mapping[str, Any]) -> int | None:
     """The one id under all the keys that a config.json has, None without any."""
-    nested = raw.get("dflash_config") or {}
-    found = {key: raw[key] for key in _MASK_KEYS if raw.get(key) is not None}
-    found |= {f"dflash_config.{key}": nested[key] for key in _MASK_KEYS[:1] if nested.get(key) is not None}
+
+    def read(block: Mapping[str, Any], key: str) -> int | None:
+        return integer_at(block, key, high=LIMITS["vocab_size"])
+
+    found = {key: read(raw, key) for key in MASK_KEYS}
+    found[f"dflash_config.{MASK_KEYS[0]}"] = read(block_at(raw, "dflash_config"), MASK_KEYS[0])
+    found = {key: value for key, value in found.items() if value is not None}
     if len(set(found.values())) > 1:
         raise ConfigError(
             f"{KEY}: its config.json names different mask tokens: {found}; the engine takes one, the trainer another. "
@@ -153,65 +193,93 @@ def _mask_token(raw: Mapping[str, Any]) -> int | None:
 
 
 def _depths(raw: Mapping[str, Any]) -> int | None:
-    return next((raw[key] for key in _DEPTH_KEYS if raw.get(key) is not None), None)
+    found = {key: integer_at(raw, key, low=1, high=_MOST_DEPTHS) for key in _DEPTH_KEYS}
+    named = {value for value in found.values() if value is not None}
+    if len(named) > 1:
+        raise ConfigError(f"{KEY}: its config.json has {found}. Make them equal.")
+    return next(iter(named), None)
+
+
+# -- the native layout -----------------------------------------------------------------------------------------------
+
+
+def _is_native(raw: Mapping[str, Any]) -> bool:
+    name = architecture_name(raw)
+    return name in _PARALLEL_FAMILIES or (
+        name in NATIVE_FAMILIES and bool(raw.get("parallel_drafting") or has_mask_token(raw))
+    )
 
 
 def _read_native(raw: Mapping[str, Any]) -> SourceConfig:
-    architectures = raw.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    families = {**NATIVE_FAMILIES, **_PARALLEL_FAMILIES}
-    if name not in families:
+    name = architecture_name(raw)
+    if name not in _FAMILIES:
         raise ConfigError(
-            f"{KEY}: its config.json has architectures {architectures!r}; a peagle draft has one of "
-            f"{sorted(families)} or speculators_model_type peagle. The directory holds a draft of another algorithm, "
+            f"{KEY}: its config.json has architectures {short(raw.get('architectures'))}; a peagle draft has one of "
+            f"{sorted(_FAMILIES)} or speculators_model_type peagle. The directory holds a draft of another algorithm, "
             "or no draft."
         )
-    mask = _mask_token(raw)
-    if name not in _PARALLEL_FAMILIES and mask is None and not raw.get("parallel_drafting"):
+    mask, is_parallel = _mask_token(raw), flag_at(raw, "parallel_drafting")
+    if name not in _PARALLEL_FAMILIES and mask is None and not is_parallel:
         raise ConfigError(
             f"{KEY}: its config.json has neither parallel_drafting nor a mask token, so it is an eagle3 draft; "
             "policy.draft.algo is peagle. Set that to eagle3, or use another draft."
         )
-    eagle = raw.get("eagle_config") or {}
-    refuse_eagle_config(eagle)
-    publisher = "automodel" if name == "LlamaEagle3DraftModel" else "native"
-    ids = agreed(raw, eagle, ID_KEYS[0], default=None)
+    eagle = checked_eagle_config(raw)
+    publisher = native_publisher(raw)
+    flag_at(raw, "norm_output")
     return SourceConfig(
-        publisher="nemo_rl" if EXPORT_MARK in raw else publisher,
+        publisher=publisher,
         fields={
-            **read_geometry(raw, families[name]),
-            **{key: bool(agreed(raw, eagle, key, default=default)) for key, default in _SWITCHES.items()},
+            **read_native_layers(raw, _FAMILIES[name], publisher=publisher),
+            **{key: agreed(raw, eagle, key, default=default, read=flag_at) for key, default in _SWITCHES.items()},
             "mask_token_id": mask,
             "num_depths": _depths(raw),
-            "extra": kept_extra(raw, _KNOWN),
+            "extra": kept_extra(raw, _KNOWN, blocks=_BLOCKS),
         },
-        feature_ids=None if ids is None else tuple(ids),
-        num_features=raw.get("num_aux_hidden_states", raw.get("num_aux_layers")),
+        **native_features(raw, eagle),
     )
+
+
+# -- the speculators layout ------------------------------------------------------------------------------------------
 
 
 def _read_speculators(raw: Mapping[str, Any]) -> SourceConfig:
     kind = raw["speculators_model_type"]
     if kind != "peagle":
         raise ConfigError(
-            f"{KEY}: its config.json has speculators_model_type {kind!r}; policy.draft.algo is peagle. Set that to the "
-            "draft's algorithm."
+            f"{KEY}: its config.json has speculators_model_type {short(kind)}; policy.draft.algo is peagle. Set that "
+            "to the draft's algorithm, or use another draft."
         )
     for key in ("fc_norm", "norm_output"):
-        if raw.get(key):
+        if flag_at(raw, key):
             raise ConfigError(
                 f"{KEY}: its config.json has {key} {raw[key]}; the engine ignores that in this format, so the draft is "
                 "served otherwise than it was trained. Use another draft."
             )
-    ids = raw.get(ID_KEYS[0]) or raw.get(ID_KEYS[1])
+    layer = read_layer(raw, LAYER_FAMILIES)
+    mask, depths = _mask_token(raw), _depths(raw)
     return SourceConfig(
         publisher="speculators",
         fields={
-            **read_speculators_layers(raw, _KNOWN),
+            **read_geometry(layer, layer["model_type"]),
             # The engine's reading of this format: what the file does not say is off.
-            **{key: bool(raw.get(key, default)) for key, default in _SWITCHES.items()},
-            "mask_token_id": _mask_token(raw),
-            "num_depths": _depths(raw),
+            **{key: bool(flag_at(raw, key)) for key in _SWITCHES},
+            "mask_token_id": mask,
+            "num_depths": _proposed(raw) if depths is None else depths,
+            "extra": speculators_extra(raw, _KNOWN, blocks=_BLOCKS),
         },
-        feature_ids=tuple(ids) if ids else None,
+        feature_ids=speculators_features(raw),
     )
+
+
+def _proposed(raw: Mapping[str, Any]) -> int | None:
+    """Tokens per step in `proposal_methods`, where that library's trainer writes the number of depths."""
+    methods = block_at(raw, "speculators_config").get("proposal_methods")
+    if methods is None:
+        return None
+    if not isinstance(methods, list) or not all(isinstance(method, Mapping) for method in methods):
+        raise ConfigError(
+            f"{KEY}: its config.json has speculators_config.proposal_methods {short(methods)}; must be a list of "
+            "objects. Correct the file."
+        )
+    return integer_at(methods[0], "speculative_tokens", low=1, high=_MOST_DEPTHS) if methods else None

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from nemo_rl.data.token_counts import count_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.automodel.draft.registry import build_draft_runtime, resolve_spec
 from tests.unit.models.automodel.draft.algorithms import K, config_for
@@ -53,8 +54,12 @@ def draft_step(
     steps: int = 1,
     algo: str = "eagle3",
     settings: dict[str, Any] | None = None,
+    export_to: str | None = None,
 ) -> dict[str, Any]:
     """Optimizer steps on a policy with two heads of gradient: its own loss and the draft's.
+
+    Args:
+        export_to: directory of the export; None = one that does not last.
 
     Returns:
         On every rank: loss, gradients and metrics of the last step summed over ranks, the policy's gradient, exported
@@ -85,7 +90,7 @@ def draft_step(
     for step in range(steps):
         result = _one_step(policy, runtime, optimizer, local, step, micro_batch=micro_batch, packed=packed)
     with tempfile.TemporaryDirectory() as scratch:
-        path = [str(Path(scratch) / "draft")]
+        path = [export_to or str(Path(scratch) / "draft")]
         dist.broadcast_object_list(path)
         runtime.export(path[0], policy)
         dist.barrier()
@@ -165,3 +170,12 @@ def policy_gradients(
     total.backward()
     assert all(p.grad is not None for p in runtime.module.parameters())
     return {n: p.grad for n, p in policy.named_parameters()}
+
+
+def count_on_last_rank(ids: torch.Tensor, mask: torch.Tensor, *, vocab_size: int) -> list[int] | str:
+    """Counts over all ranks, of which only the last one has tokens; or why this rank has none."""
+    part = slice(0, None) if dist.get_rank() == dist.get_world_size() - 1 else slice(0, 0)
+    try:
+        return count_tokens(ids[part], mask[part], vocab_size=vocab_size, group=dist.group.WORLD).tolist()
+    except ValueError as err:
+        return str(err)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from nemo_rl.errors import CheckpointError, RefitError
 from nemo_rl.models.automodel.draft import publish
 from nemo_rl.models.automodel.draft.builders import PolicyWeights, build_draft
-from nemo_rl.models.automodel.draft.checkpoint import check_meta, load_weights
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.eagle3 import Eagle3Runtime
 from nemo_rl.models.automodel.draft.models.layers import RopeFrequencies
@@ -325,34 +323,6 @@ def test_resume_refuses_another_vocabulary_or_set_of_tensors():
         make_runtime(arch, CFG, ids=[1, 2, 3, 4]).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"differ in the tensors \['fc_norm.0.weight'"):
         make_runtime(make_arch(draft_vocab_size=4, fc_norm=True), CFG, ids=IDS).load_state_dict(state)
-
-
-def test_metadata_names_every_field_that_differs(tmp_path):
-    runtime = make_runtime(make_arch(draft_vocab_size=4), CFG, ids=IDS)
-    runtime.export(str(tmp_path), StubPolicy())
-    check_meta(tmp_path, runtime.spec, runtime._vocab)
-    assert set(load_weights(tmp_path, runtime.spec, runtime._vocab)) == set(runtime.spec.trained_names)
-    other = make_runtime(make_arch(draft_vocab_size=4, head_dim=16, norm_output=True), CFG, ids=[1, 2, 3, 4])
-    with pytest.raises(CheckpointError) as err:
-        check_meta(tmp_path, other.spec, other._vocab)
-    for field in ("head_dim: 8, this run 16", "norm_output: false, this run true", "vocab_ids: [5, 2, 19, 20]"):
-        assert field in str(err.value)
-    with pytest.raises(CheckpointError, match=r"algorithm 'eagle3'; this run has policy.draft.algo 'peagle'"):
-        check_meta(tmp_path, dataclasses.replace(runtime.spec, algo="peagle"), runtime._vocab)
-    meta = json.loads((tmp_path / "draft_meta.json").read_text())
-    assert meta["format_version"] == 1
-    for damage, match in (
-        (json.dumps(meta | {"format_version": 7}), "format_version 7"),
-        ("{", "not valid JSON"),
-        ("{}", "format_version None"),
-        (json.dumps({"format_version": 1}), "lacks algo or spec"),
-    ):
-        (tmp_path / "draft_meta.json").write_text(damage)
-        with pytest.raises(CheckpointError, match=match):
-            check_meta(tmp_path, runtime.spec, runtime._vocab)
-    (tmp_path / "draft_meta.json").unlink()
-    with pytest.raises(CheckpointError, match="holds no draft"):
-        check_meta(tmp_path, runtime.spec, runtime._vocab)
 
 
 def test_an_exported_draft_loads_into_a_running_module(tmp_path):

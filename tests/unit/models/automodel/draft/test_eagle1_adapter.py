@@ -50,11 +50,13 @@ def directory(tmp_path: Path) -> Path:
 def change_config(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     raw = json.loads(path.read_text()) | changes
+    (directory / "draft_meta.json").unlink(missing_ok=True)
     path.write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
 
 
 def add_tensors(directory: Path, **tensors: torch.Tensor) -> None:
     path = directory / "model.safetensors"
+    (directory / "draft_meta.json").unlink(missing_ok=True)
     save_file(load_file(path) | {name.replace("__", "."): t for name, t in tensors.items()}, path)
 
 
@@ -119,7 +121,7 @@ def test_options_of_other_algorithms_and_of_draft_trees_are_unknown(key: str) ->
     [
         {},
         {"num_hidden_layers": 2, "extra": {"foo": 1}},
-        {"rope": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}},
+        {"rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}},
     ],
     ids=lambda c: "-".join(c) or "plain",
 )
@@ -153,6 +155,10 @@ def test_a_published_draft_loads_with_what_its_authors_write(directory: Path) ->
     [
         ({"architectures": ["LlamaForCausalLMEagle3"]}, r"architectures \['LlamaForCausalLMEagle3'\].*algo"),
         ({"architectures": ["LlamaEagleDraftModel"]}, "nemo_automodel, whose EAGLE-1 norms"),
+        ({"architectures": ["LlamaForCausalLMEagle1"], "model_type": "llama_eagle1"}, "verl-SpeCo, whose EAGLE-1"),
+        ({"nemo_rl_draft": {"algo": "eagle3"}}, "a draft of algorithm 'eagle3'"),
+        ({"is_causal": False}, "is_causal is false"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "model_type 'qwen3'"),
         ({"architectures": "absent"}, "architectures None"),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type 'eagle3'"),

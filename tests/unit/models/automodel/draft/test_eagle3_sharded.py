@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.models.automodel.draft.scenarios import draft_step
+from tests.unit.models.automodel.draft.scenarios import count_on_last_rank, draft_step
 
 
 def _assert_same(got, want, *, policy: bool = True):
@@ -98,3 +98,15 @@ def test_policy_gradients_are_bit_identical_with_and_without_the_draft(draft_poo
     for name, grad in without.items():
         assert torch.equal(grad, beside[name]), name
     assert all(g is None for g in alone.values())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_rank_gets_the_token_counts_of_all(draft_pools, world):
+    ids, mask = torch.tensor([[1, 5, 5], [7, 2, 100]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    counted = draft_pools[world].run(count_on_last_rank, ids, mask, vocab_size=8)
+    assert counted == [[0, 1, 1, 0, 0, 1, 0, 1]] * world
+
+
+def test_every_rank_hears_of_a_token_that_does_not_exist(draft_pools):
+    heard = draft_pools[2].run(count_on_last_rank, torch.tensor([3, 100]), torch.ones(2), vocab_size=8)
+    assert heard == ["1 supervised tokens lie outside the vocabulary of 8"] * 2

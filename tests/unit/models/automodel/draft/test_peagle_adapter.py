@@ -69,6 +69,7 @@ def _build(spec, *, weights=None, draft_dir=None):
 def _rewrite(directory, **changes):
     path = directory / "config.json"
     raw = json.loads(path.read_text()) | changes
+    (directory / "draft_meta.json").unlink(missing_ok=True)
     path.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
 
 
@@ -320,6 +321,7 @@ def test_a_loaded_export_computes_the_same(tmp_path, ids):
 def test_what_a_checkpoint_lacks_comes_from_the_policy_but_the_placeholder(stored):
     tensors = load_file(stored / "model.safetensors")
     del tensors["lm_head.weight"], tensors["embed_tokens.weight"]
+    (stored / "draft_meta.json").unlink()
     save_file(tensors, stored / "model.safetensors")
     weights = _weights()
     spec = _resolve(model_name=str(stored), aux_layer_indices=None, mask_token_id=None)

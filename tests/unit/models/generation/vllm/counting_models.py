@@ -127,7 +127,7 @@ def perturbed(weights: Weights, *, seed: int, scale: float = 0.02) -> Weights:
     return {name: t + scale * torch.randn(t.shape, generator=generator) for name, t in weights.items()}
 
 
-def make_payload(version: int, policy: Weights, draft: Weights) -> RefitPayload:
+def make_payload(version: int, policy: Weights, draft: Weights, *, draft_only: bool = False) -> RefitPayload:
     """What the trainer would send."""
 
     def describe(weights: Weights) -> dict[str, TensorInfo]:
@@ -136,7 +136,7 @@ def make_payload(version: int, policy: Weights, draft: Weights) -> RefitPayload:
     wire = {**policy, **{DRAFT_PREFIX + name: t for name, t in draft.items()}}
     return RefitPayload(
         version=version,
-        manifest=RefitManifest(policy=describe(policy), draft=describe(draft)),
+        manifest=RefitManifest(policy=describe(policy), draft=describe(draft), draft_only=draft_only),
         checksums={name: tensor_checksum(t) for name, t in wire.items()},
         tensors=pack_tensors(wire.items()),
     )

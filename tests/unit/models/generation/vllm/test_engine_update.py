@@ -193,6 +193,40 @@ def test_an_update_of_the_draft_leaves_every_policy_parameter_bit_identical(engi
     assert {name for name in new_draft if new_draft[name] == old_draft[name]} == {"model.embed_tokens.weight"}
 
 
+def test_the_draft_alone_can_be_updated(engine: Served) -> None:
+    """Same tokens, same policy tensors, the new draft; what else an update does is done, too."""
+    policy = _model(engine, "policy")
+    before = {name: (p.data_ptr(), p.clone()) for name, p in policy.named_parameters()}
+    right = _state(engine)
+    broken = {**engine.draft, "lm_head.weight": -engine.draft["lm_head.weight"]}
+    report = engine.worker.update_weights(counting.make_payload(engine.version + 1, {}, broken, draft_only=True))
+    engine.version = report.version
+    assert report.num_checked == len(broken)
+    for name, p in policy.named_parameters():
+        assert p.data_ptr() == before[name][0], name
+        assert torch.equal(p, before[name][1]), name
+    wrong = _state(engine)
+    assert wrong[0] == right[0]
+    assert wrong[1].num_accepted_tokens < 0.2 * right[1].num_accepted_tokens
+
+
+ALONE = {
+    "not said to be alone": (False, lambda draft: draft, "missing: lm_head.weight, model.embed_tokens"),
+    "a missing tensor": (True, lambda draft: {**draft, "fc.weight": None}, "1 tensor(s) missing: draft.fc.weight"),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_an_incomplete_draft_alone_is_refused(engine: Served, case: str) -> None:
+    draft_only, change, message = ALONE[case]
+    draft = {name: tensor for name, tensor in change(dict(engine.draft)).items() if tensor is not None}
+    before = _state(engine)
+    with pytest.raises(RefitError) as info:
+        engine.worker.update_weights(counting.make_payload(engine.version + 1, {}, draft, draft_only=draft_only))
+    assert message in str(info.value)
+    assert _state(engine) == before
+
+
 def test_a_changed_tensor_changes_what_the_draft_proposes(engine: Served) -> None:
     """Acceptance moves with the draft, tokens do not."""
     right = _state(engine)

@@ -44,7 +44,7 @@ class Trainer:
     policy: counting.Weights
     draft: counting.Weights
 
-    def weights_ref(self, version: int):
+    def weights_ref(self, version: int, *, draft_only: bool = False):
         payload = counting.make_payload(version, self.policy, self.draft)
         return dataclasses.replace(payload, tensors=ray.put(payload.tensors))
 
