@@ -249,13 +249,14 @@ def _evaluation_prompts(cfg: MasterConfig, prompts: PromptDataset) -> list[Promp
 def _header_facts(
     cfg: MasterConfig, checked: PreflightResult, resume: ResumePoint | None, ranking: CheckpointingConfig
 ) -> dict[str, object]:
-    run, k = cfg.draft_run, cfg.policy.generation.num_speculative_tokens
-    is_recorded = run.source == "rollouts"
+    k, is_recorded = cfg.policy.generation.num_speculative_tokens, cfg.draft_run.source == "rollouts"
+    engines = 0 if is_recorded and not cfg.policy.draft_served else cfg.num_generation_engines(checked.device)
     facts: dict[str, object] = {
         "policy": f"{checked.model_dir} (stays as it is)",
         "draft": "none" if checked.draft_spec is None else checked.draft_spec.describe(),
         "speculation": f"K = {k}" if cfg.policy.draft_served else "off: the draft is not served, nothing is measured",
         "device": checked.device,
+        "workers": f"{cfg.num_policy_workers(checked.device)} policy, {engines} vLLM",
         "samples": f"recorded in {cfg.rollout_store.dir}" if is_recorded else "responses to the training prompts",
         "batch": f"{cfg.draft_run_step_size} samples, {cfg.draft_run_batch_size} per update",
         "logs": str(Path(cfg.logger.log_dir)),

@@ -261,6 +261,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> int:
     tmp = path.with_name(path.name + TMP_SUFFIX)
     try:
         write(tmp)
+        # Some writers make files that only their owner reads; who may read the directory may read the store.
+        tmp.chmod(path.parent.stat().st_mode & 0o666)
         descriptor = os.open(tmp, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -153,6 +153,7 @@ def test_versions_and_sizes_are_kept(tmp_path: Path) -> None:
     assert writer.gigabytes == size / 1e9
     reader = RolloutReader(tmp_path)
     assert (reader.versions, reader.vocab_size, reader.has_features) == ((0, 1), VOCAB, False)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {tmp_path.stat().st_mode & 0o666}
     # Not one padded token is stored.
     assert len(load_file(tmp_path / "run_01_step_000001.safetensors")["tokens"]) == 5 + 3 + 7 + 2
 

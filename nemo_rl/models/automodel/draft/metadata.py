@@ -198,11 +198,9 @@ def verify_files(directory: Path) -> None:
         if size != written:
             raise CheckpointError(f"{file}: has {size} bytes; {shown(written)} were written. {_changed(file)}")
     for name, crc in checksums(directory, files).items():
-        written = files[name].get("crc32")
+        file, written = directory / name, files[name].get("crc32")
         if crc != written:
-            raise CheckpointError(
-                f"{directory / name}: is corrupted: CRC-32 {crc}, written {shown(written)}. {_changed(directory / name)}"
-            )
+            raise CheckpointError(f"{file}: is corrupted: CRC-32 {crc}, written {shown(written)}. {_changed(file)}")
 
 
 def _changed(file: Path) -> str:

@@ -1,12 +1,12 @@
-"""Saves of a real policy with its draft, killed in each phase. Run by test_killed_saves.py in an interpreter of its own.
+"""Saves of a real policy with its draft, killed in each phase; test_killed_saves.py runs it in an own interpreter.
 
-One process imports everything, then forks per save; a child joins a process group of one rank, continues from what is
-on disk, checks it, and saves the next step until it is killed.
+One process imports and builds everything, then forks per save; a child joins a process group of one rank, continues
+from what is on disk, checks it, and saves the next step until it is killed.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
 import re
 import shutil
@@ -16,23 +16,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HOST = "127.0.0.1"
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=HOST, GLOO_SOCKET_IFNAME="lo")
-
+import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.config import CheckpointingConfig
 from nemo_rl.distributed.rendezvous import create_store, init_process_group
 from nemo_rl.errors import CheckpointError
+from nemo_rl.models.automodel import checkpoint
 from nemo_rl.models.automodel.draft import checkpoint as draft_checkpoint
-from nemo_rl.models.automodel.setup import build_model  # noqa: F401 - imported before the forks
+from nemo_rl.models.automodel.draft.metadata import optimizer_layout
+from nemo_rl.models.automodel.draft.registry import build_draft_runtime, resolve_spec
+from nemo_rl.models.automodel.setup import OptimizerGroup, build_optimizer_group
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.config import build_master_config
 from tests.tiny_models import write_tiny_policy
-from tests.unit.models.policy.scenarios import draft_spec_of, make_config, make_worker
 
-DRAFT = {"enabled": True, "algo": "eagle3", "aux_layer_indices": [0], "ttt_steps": 3}
+HOST = "127.0.0.1"
+DRAFT = {
+    "enabled": True,
+    "algo": "eagle3",
+    "aux_layer_indices": [0],
+    "ttt_steps": 3,
+    "export_layouts": ["native", "speculators"],
+}
 SHARD_BYTES = 150_000
 
 PHASES = {
@@ -62,20 +70,68 @@ PHASES = {
 FIRST_AFTER_RENAME = "retire"
 
 
-def run(directory: Path) -> None:
+class Run:
+    """A tiny policy, its draft, and an optimizer for each."""
+
+    def __init__(self, directory: Path) -> None:
+        model_dir = str(write_tiny_policy(directory / "policy", layers=2, intermediate=64))
+        speculation = {"vllm_kwargs": {"speculative_config": {"num_speculative_tokens": 3}}}
+        policy = {"model_name": model_dir, "draft": DRAFT, "generation": speculation}
+        self.config = build_master_config({"cluster": {"device": "cpu"}, "policy": policy})
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        cfg, policy_config = self.config.policy.draft, self.model.config.to_dict()
+        spec = resolve_spec(cfg, policy_config=policy_config, k=3, max_model_len=32, dtype="float32")
+        self.draft = build_draft_runtime(
+            cfg, spec, policy_model=self.model, device="cpu", dtype="float32", draft_dir=None, seed=0
+        )
+        modules = {"policy": self.model, "draft": self.draft.module}
+        self.groups = [self._group(name, module) for name, module in modules.items()]
+        self.layout = optimizer_layout(self.config.policy, spec)
+
+    def _group(self, name: str, module: torch.nn.Module) -> OptimizerGroup:
+        group = build_optimizer_group(
+            name, module, optimizer="torch.optim.AdamW", kwargs={"lr": 0.1}, schedule=None, max_grad_norm=None
+        )
+        for p in module.parameters():  # the state that the first step makes
+            zeros = {"exp_avg": torch.zeros_like(p).detach(), "exp_avg_sq": torch.zeros_like(p).detach()}
+            group.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+        return group
+
+    def load(self, path: Path) -> None:
+        checkpoint.load(path, model=self.model, groups=self.groups, draft=self.draft, draft_optimizer=self.layout)
+
+    def save(self, path: Path) -> None:
+        checkpoint.save(
+            path,
+            model=self.model,
+            groups=self.groups,
+            draft=self.draft,
+            draft_layouts=self.config.policy.draft.export_layouts,
+            draft_optimizer=self.layout,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint holds of policy, draft and optimizers."""
+        found: dict[str, Tensor] = {}
+        for group in self.groups:
+            for name, p in group.module.named_parameters():
+                found[f"{group.name}.{name}"] = p.detach()
+                found |= {f"{group.name}.{name}.{key}": t for key, t in group.optimizer.state[p].items()}
+        assert any(name.startswith("draft.") for name in found)
+        return found
+
+
+def kill_and_damage(directory: Path) -> None:
     """Kill a save in every phase; then damage every kind of file."""
     torch.set_num_threads(1)
     os.fsync = lambda descriptor: None  # what a killed process has written is in the page cache
     draft_checkpoint.save_draft.__kwdefaults__["max_shard_bytes"] = SHARD_BYTES
-    model_dir = write_tiny_policy(directory / "policy", layers=2, intermediate=64)
-    speculation = {"vllm_kwargs": {"speculative_config": {"num_speculative_tokens": 3}}}
-    draft = DRAFT | {"export_layouts": ["native", "speculators"]}
-    config = make_config(str(model_dir), draft=draft, generation=speculation)
-    spec = draft_spec_of(config)
+    run = Run(directory)
     root = directory / "checkpoints"
+    gc.freeze()
 
     def step(expected: int | None, kill: str | None) -> bool:
-        return forked(lambda: continue_and_save(root, config, spec, expected=expected, kill=kill))
+        return forked(lambda: continue_and_save(root, run, expected=expected, kill=kill))
 
     assert not step(None, None), "the first save is not killed"
     newest = 1
@@ -104,7 +160,7 @@ def forked(action: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def continue_and_save(root: Path, config: Any, spec: Any, *, expected: int | None, kill: str | None) -> None:
+def continue_and_save(root: Path, run: Run, *, expected: int | None, kill: str | None) -> None:
     """Find, verify and load the newest checkpoint, compare every tensor, save the next one."""
     manager = CheckpointManager(
         CheckpointingConfig(checkpoint_dir=str(root), metric_name=None, keep_top_k=1, save_period=1)
@@ -114,49 +170,23 @@ def continue_and_save(root: Path, config: Any, spec: Any, *, expected: int | Non
     assert all(re.fullmatch(r"step_\d+", path.name) for path in root.iterdir())
     store = create_store(0, 1, HOST, 0)
     init_process_group("gloo", 0, 1, HOST, store.port)
-    worker = make_worker(config, draft_spec=spec)
-    own = tensors(worker)
+    step = 1
     if point is not None:
-        for group in worker._groups():
-            fill_state(group)
-        worker.load_checkpoint(str(point.path))
-        own = tensors(worker)
+        run.load(point.path)
+        own = run.tensors()
         for name, value in content(own, point.step).items():
             assert torch.equal(own[name], value), f"{name} is not that of step {point.step}"
-    for group in worker._groups():
-        fill_state(group)
-    own = tensors(worker)
-    step = 1 if point is None else point.step + 1
+        step = point.step + 1
+    own = run.tensors()
     for name, value in content(own, step).items():
         own[name].copy_(value)
     if kill is not None:
         kill_before(root, *PHASES[kill])
     info = {"algorithm": "grpo", "consumed_samples": step, "total_valid_tokens": 1}
-    path = manager.init_tmp_checkpoint(step, info, config)
-    worker.save_checkpoint(str(path))
+    path = manager.init_tmp_checkpoint(step, info, run.config)
+    run.save(path)
     manager.save_json(path / "train_dataloader.json", {"position": step})
     manager.finalize_checkpoint(path)
-
-
-def fill_state(group: Any) -> None:
-    """Give an optimizer the state that its first step would."""
-    for param_group in group.optimizer.param_groups:
-        for p in param_group["params"]:
-            zeros = {"exp_avg": torch.zeros_like(p).detach(), "exp_avg_sq": torch.zeros_like(p).detach()}
-            group.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
-
-
-def tensors(worker: Any) -> dict[str, Tensor]:
-    """Everything that a checkpoint holds of policy, draft and optimizers, as stored in this process."""
-    found: dict[str, Tensor] = {}
-    for group in worker._groups():
-        for name, p in group.module.named_parameters():
-            found[f"{group.name}.{name}"] = p
-            for key, value in group.optimizer.state.get(p, {}).items():
-                found[f"{group.name}.{name}.{key}"] = value
-    local = {n: t.detach().to_local() if isinstance(t, DTensor) else t.detach() for n, t in found.items()}
-    assert any(name.startswith("draft.") for name in local)
-    return local
 
 
 def content(like: dict[str, Tensor], step: int) -> dict[str, Tensor]:
@@ -180,36 +210,45 @@ def kill_before(root: Path, event: str, pattern: str) -> None:
     sys.addaudithook(hook)
 
 
+KINDS = (
+    "policy/weights/*.distcp",
+    "policy/weights/.metadata",
+    "policy/state.json",
+    "draft/config.json",
+    "draft/model-00002*",
+    "draft/*.index.json",
+    "draft/draft_meta.json",
+    "draft_speculators/config.json",
+    "train_dataloader.json",
+    "config.yaml",
+)
+
+
 def check_damage(root: Path, step: Path) -> None:
-    """A flipped byte in each kind of file is found when the checkpoint is looked for."""
-    kinds = ("*.distcp", ".metadata", "state.json", "draft/config.json", "draft/model-00002*", "draft/*.index.json",
-             "draft/draft_meta.json", "draft_speculators/config.json", "train_dataloader.json", "config.yaml")  # fmt: skip
-    for kind in kinds:
-        file = next(step.rglob(kind)) if "/" not in kind else next(step.glob(kind))
+    """A flipped byte in each kind of file is found when the checkpoint is looked for, and so is another draft."""
+
+    def find(**kwargs: Any) -> Any:
+        return CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root))).find_resume_point(**kwargs)
+
+    for kind in KINDS:
+        file = next(step.glob(kind))
         whole = file.read_bytes()
         for at in (0, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
-            try:
-                CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root))).find_resume_point(algorithm="grpo")
-            except CheckpointError as err:
-                assert str(file) in str(err), err
-            else:
-                raise AssertionError(f"a flipped byte in {file} was not found")
+            with pytest.raises(CheckpointError, match=re.escape(str(file))):
+                find()
         file.write_bytes(whole)
-    CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root))).find_resume_point(algorithm="grpo")
-    # The draft of another step does not pass for this step's, however it got there.
+    assert find().path == step
+    # As a whole and by itself, but not the one that was saved with this policy.
     shutil.rmtree(step / "draft")
     shutil.copytree(step / "draft_speculators", step / "draft")
-    try:
-        CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root))).find_resume_point(algorithm="grpo")
-    except CheckpointError as err:
-        assert "/draft/" in str(err)
-    else:
-        raise AssertionError("another draft was taken for the checkpoint's")
-    assert json.loads((step / "training_info.json").read_text())["step"] == int(step.name.removeprefix("step_"))
-    point = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root))).find_resume_point(with_draft=False)
-    assert point is not None, "a run that starts its draft anew does not look at the old one"
+    with pytest.raises(CheckpointError, match="/draft/"):
+        find()
+    shutil.rmtree(step / "draft")
+    with pytest.raises(CheckpointError, match=r"/draft/.* is missing"):
+        find()
+    assert find(with_draft=False).path == step, "a run that starts its draft anew does not look at the old one"
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    kill_and_damage(Path(sys.argv[1]))

@@ -260,7 +260,7 @@ def checked_eagle_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `eagle_config` of a native config.json; what training or the engine do not run is refused.
 
     Args:
-        raw: the parsed file.
+        raw: the parsed file, or the block of it that the engine takes for the whole.
     """
     eagle = block_at(raw, "eagle_config")
     for key, wanted in (
@@ -430,6 +430,7 @@ def _read_speculators(raw: Mapping[str, Any]) -> SourceConfig:
             "to the draft's algorithm, or use another draft."
         )
     layer = read_layer(raw, LAYER_FAMILIES)
+    checked_eagle_config(layer)
     # The engine's reading of this format: the residual is the normed state unless the file says otherwise.
     defaults = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
     switches = {key: flag_at(raw, key) for key in defaults}

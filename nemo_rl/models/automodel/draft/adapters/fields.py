@@ -505,7 +505,7 @@ def speculators_extra(
         blocks: see `kept_extra`.
     """
     known = SPECULATORS_KNOWN | known
-    layer = kept_extra(block_at(raw, LAYER), WINDOW_KEYS | known)
+    layer = kept_extra(block_at(raw, LAYER), WINDOW_KEYS | known, blocks=blocks)
     return kept_extra(raw, known, blocks=blocks) | ({LAYER: layer} if layer else {})
 
 

@@ -175,21 +175,26 @@ class PEagleAdapter(DraftAdapter[PEagleDraftConfig, PEagleArchitecture]):
         return Serving("eagle3", {"parallel_drafting": True})
 
 
-def _mask_token(raw: Mapping[str, Any]) -> int | None:
-    """The one id under all the keys that a config.json has, None without any."""
+def _mask_token(*blocks: Mapping[str, Any]) -> int | None:
+    """The one id under all the keys that the engine would look at, None without any.
 
-    def read(block: Mapping[str, Any], key: str) -> int | None:
-        return integer_at(block, key, high=LIMITS["vocab_size"])
-
-    found = {key: read(raw, key) for key in MASK_KEYS}
-    found[f"dflash_config.{MASK_KEYS[0]}"] = read(block_at(raw, "dflash_config"), MASK_KEYS[0])
-    found = {key: value for key, value in found.items() if value is not None}
-    if len(set(found.values())) > 1:
+    Args:
+        blocks: the parsed file, and what else the engine takes for it.
+    """
+    found = []
+    for block in blocks:
+        nested = {f"dflash_config.{MASK_KEYS[0]}": block_at(block, "dflash_config").get(MASK_KEYS[0])}
+        named = {**nested, **{key: block.get(key) for key in MASK_KEYS}}
+        found += [
+            (key, value) for key in named if (value := integer_at(named, key, high=LIMITS["vocab_size"])) is not None
+        ]
+    if len({value for _, value in found}) > 1:
+        listed = ", ".join(f"{key} {value}" for key, value in found)
         raise ConfigError(
-            f"{KEY}: its config.json names different mask tokens: {found}; the engine takes one, the trainer another. "
+            f"{KEY}: its config.json names different mask tokens: {listed}; the engine takes one, the trainer another. "
             "Keep the one that the draft was trained with."
         )
-    return next(iter(found.values()), None)
+    return found[0][1] if found else None
 
 
 def _depths(raw: Mapping[str, Any]) -> int | None:
@@ -257,7 +262,9 @@ def _read_speculators(raw: Mapping[str, Any]) -> SourceConfig:
                 "served otherwise than it was trained. Use another draft."
             )
     layer = read_layer(raw, LAYER_FAMILIES)
-    mask, depths = _mask_token(raw), _depths(raw)
+    checked_eagle_config(layer)
+    # The engine takes the block of the layers for the whole config and adds the token to it.
+    mask, depths = _mask_token(raw, layer), _depths(raw)
     return SourceConfig(
         publisher="speculators",
         fields={

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.automodel.draft.adapters.base import Verifier
+from nemo_rl.models.automodel.draft.adapters.base import SourceConfig, Verifier
 from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS, adapter_of, algorithm_of, resolve_spec
 from nemo_rl.models.automodel.draft.spec import DraftSpec
 from tests.unit.models.automodel.draft.algorithms import MASK_TOKEN, K, config_for
@@ -241,6 +241,30 @@ def test_every_field_with_every_awkward_value(algo: str, layout: str, exports: d
         recognise(config)
         parent[key] = original
     assert refused > 200, "the values are awkward"
+
+
+@pytest.mark.parametrize(("algo", "layout"), CASES)
+def test_any_other_field_in_any_block(algo: str, layout: str, exports: dict[tuple[str, str], Export]) -> None:
+    """What the reader lets through, the writers can write."""
+    config, adapter = exports[algo, layout].config, adapter_of(algo)
+    accepted = 0
+    for place in [(), *paths(config)]:
+        block = at(config, place)
+        for key in _NEW_KEYS if isinstance(block, dict) else ():
+            if key in block:
+                continue
+            for name in ("null", "true", "negative", "text", "integers", "object"):
+                block[key] = AWKWARD[name]
+                sources: list[SourceConfig] = []
+                refusal(lambda sources=sources: sources.append(adapter.read_config(config)))
+                for source in sources:
+                    arch = adapter.architecture(**source.fields, feature_ids=source.feature_ids or ())
+                    json.dumps(adapter.write_config(arch, dtype="float32"))
+                    if layout == "speculators":
+                        json.dumps(adapter.write_speculators(arch, dtype="float32", k=K, verifier=VERIFIER))
+                    accepted += 1
+            del block[key]
+    assert accepted > 50, "most of them say nothing"
 
 
 @pytest.mark.parametrize(("algo", "layout"), CASES)

@@ -161,7 +161,7 @@ def test_tables_of_positions_that_say_too_little_or_nonsense(rope, match):
 
 
 def test_two_tables_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match="'factor' is 8.0 and 4.0"):
+    with pytest.raises(ConfigError, match=r"'factor' is 8.0 and 4.0"):
         ADAPTER.read_config(
             _native(rope_theta="absent", rope_scaling={**LLAMA3, "factor": 4.0}, rope_parameters=LLAMA3)
         )

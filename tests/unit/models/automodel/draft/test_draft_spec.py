@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -16,7 +17,9 @@ from nemo_rl.models.automodel.draft.adapters.eagle3 import Eagle3Adapter
 from nemo_rl.models.automodel.draft.checkpoint import META_FILE, save_draft
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS, adapter_of, resolve_spec
+from nemo_rl.models.automodel.draft.spec import resolve_draft_spec
 from nemo_rl.models.automodel.draft.vocab import VocabMap
+from nemo_rl.models.automodel.draft.weight_files import read_json
 from tests.unit.models.automodel.draft.helpers import VOCAB, make_arch, make_module, make_spec
 
 POLICY = {
@@ -283,6 +286,65 @@ def test_damaged_files_are_named(stored, damage, match):
     with pytest.raises(ConfigError, match=match) as err:
         _resolve({"model_name": str(directory)})
     assert str(directory) in str(err.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda d: os.mkfifo(_emptied(d / "config.json")), r"config.json: cannot be read \(it is not a regular file"),
+        (lambda d: os.mkfifo(_emptied(d / "model.safetensors")), r"model.safetensors: cannot be read \(it is not a"),
+        (lambda d: _emptied(d / "config.json").symlink_to("/etc/hostname"), r"is a symbolic link to /etc/hostname"),
+        (
+            lambda d: (d / "config.json").write_text('{"a": 1, "a": 2}'),
+            r"config.json: .*the key 'a' is in one object tw",
+        ),
+        (lambda d: _change_tensors(d, _quantize), r"'fc.weight', F8_E5M2\): the draft is quantized"),
+        (
+            lambda d: _rewrite_config(d, intermediate_size=1 << 20),
+            r"gate_proj.weight has shape \[20, 12\], \[1048576, 12",
+        ),
+        (lambda d: _rewrite_config(d, num_hidden_layers=1000), r"10989 missing: .* and more; "),
+    ],
+    ids=["pipe", "weights_pipe", "link", "twice", "quantized", "huge", "many_layers"],
+)
+def test_files_made_to_do_harm_are_refused_before_anything_is_allocated(stored, damage, match):
+    directory = stored()
+    (directory / META_FILE).unlink(missing_ok=True)
+    damage(directory)
+    with pytest.raises(ConfigError, match=match) as err:
+        _resolve({"model_name": str(directory)})
+    assert len(str(err.value)) < 4000
+
+
+def _emptied(path):
+    path.unlink()
+    return path
+
+
+def _quantize(tensors):
+    tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e5m2)
+
+
+def test_all_problems_can_be_asked_for(stored):
+    directory = stored()
+    cfg = Eagle3DraftConfig(enabled=True, model_name=str(directory), ttt_steps=2, freeze=("nothing",))
+    problems: list[str] = []
+    spec = resolve_draft_spec(
+        Eagle3Adapter(),
+        cfg,
+        policy_config={**POLICY, "vocab_size": VOCAB + 1},
+        draft_config=read_json(directory / "config.json"),
+        k=3,
+        max_model_len=64,
+        dtype="float32",
+        problems=problems,
+    )
+    assert spec.architecture.vocab_size == VOCAB
+    assert [text.split(":")[0].rpartition(".")[2] for text in problems] == [
+        "model_name",
+        "num_speculative_tokens",
+        "freeze",
+    ]
 
 
 def test_shards_are_read_and_a_pickle_needs_trust(stored):

@@ -206,7 +206,27 @@ REJECTED: dict[str, tuple[str, Any, str]] = {
     "two_mask_tokens": (
         "automodel_peagle",
         lambda d: d.config.update(pard_token=5),
-        "different mask tokens: {'mask_token_id': 22, 'pard_token': 5}",
+        "different mask tokens: mask_token_id 22, pard_token 5",
+    ),
+    "another_mask_token_for_the_engine": (
+        "speculators_peagle",
+        lambda d: d.config["transformer_layer_config"].update(dflash_config={"mask_token_id": 5}),
+        "different mask tokens: mask_token_id 22, dflash_config.mask_token_id 5",
+    ),
+    "fused_features_off_for_the_engine": (
+        "speculators_eagle3",
+        lambda d: d.config["transformer_layer_config"].update(eagle_config={"use_aux_hidden_state": False}),
+        "eagle_config.use_aux_hidden_state is False",
+    ),
+    "scaled_logits_for_the_engine": (
+        "speculators_eagle3",
+        lambda d: d.config["transformer_layer_config"].update(logit_scale=0.5),
+        "logit_scale is 0.5",
+    ),
+    "no_block": (
+        "speculators_eagle3",
+        lambda d: d.config["transformer_layer_config"].update(eagle_config=5),
+        "eagle_config 5; must be an object",
     ),
     "bias_with_values": (
         "authors_eagle1",
