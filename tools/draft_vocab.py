@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.data.tokenizer_identity import tokenizer_fingerprint
 from nemo_rl.errors import ConfigError, NemoRLError
 from nemo_rl.models.automodel.draft.vocab import (
     VocabMapError,
@@ -39,7 +40,6 @@ from nemo_rl.models.automodel.draft.vocab_file import (
     check_owner,
     read_vocab_file,
     stop_ids,
-    tokenizer_fingerprint,
     write_vocab_file,
 )
 from nemo_rl.utils.safe_files import read_json_object
@@ -122,11 +122,10 @@ def count(options: argparse.Namespace, cfg: MasterConfig | None, policy: Policy)
         reader = RolloutReader(options.rollouts)
         index = rollout_index.read_index(options.rollouts)
         recorded = None if index is None else index.identity.tokenizer
-        own = rollout_index.tokenizer_fingerprint(policy.tokenizer_dir)
-        if recorded != own:
+        if recorded != policy.fingerprint:
             raise ConfigError(
                 f"--rollouts: got {options.rollouts}, recorded with tokenizer {recorded}; that of "
-                f"{policy.tokenizer_dir} is {own}. Name the policy that they were recorded with."
+                f"{policy.tokenizer_dir} is {policy.fingerprint}. Name the policy that they were recorded with."
             )
         if reader.vocab_size != policy.vocab_size:
             raise ConfigError(

@@ -40,7 +40,6 @@ __all__ = [
     "reading_problems",
     "replace_file",
     "require_index",
-    "tokenizer_fingerprint",
     "write_index",
     "writing_problems",
 ]
@@ -53,7 +52,6 @@ KEY = "rollout_store.dir"
 DATA_FILE = re.compile(r"run_\d+_step_\d+(_features_\d+)?\.safetensors")
 TMP_SUFFIX = ".tmp"
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
 _NUM_BLOCKS, _BLOCK_BYTES = 16, 1 << 16
 
 FileName = Annotated[str, StringConstraints(pattern=rf"^{DATA_FILE.pattern}$")]
@@ -304,19 +302,6 @@ def _block_starts(size: int) -> list[int]:
     if size <= _NUM_BLOCKS * _BLOCK_BYTES:
         return list(range(0, size, _BLOCK_BYTES))
     return [i * (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1) for i in range(_NUM_BLOCKS)]
-
-
-def tokenizer_fingerprint(directory: Path) -> str:
-    """Fingerprint of what a tokenizer's ids mean; its chat template and settings do not enter.
-
-    Args:
-        directory: holds its files.
-    """
-    digest = hashlib.sha256()
-    for name in _TOKENIZER_FILES:
-        if (directory / name).is_file():
-            digest.update(f"{name}:".encode() + (directory / name).read_bytes())
-    return digest.hexdigest()[:32]
 
 
 def writing_problems(index: StoreIndex, identity: StoreIdentity, *, directory: str) -> list[str]:

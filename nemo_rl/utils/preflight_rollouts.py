@@ -13,9 +13,9 @@ from nemo_rl.data.rollout_index import (
     read_index,
     reading_problems,
     require_index,
-    tokenizer_fingerprint,
     writing_problems,
 )
+from nemo_rl.data.tokenizer_identity import tokenizer_fingerprint
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.utils.model_files import find_model_dir
 from nemo_rl.utils.preflight_files import check_writable
@@ -42,10 +42,11 @@ def store_identity(
     if cfg.rollout_store.features and draft_spec is not None:
         arch = draft_spec.architecture
         features = FeatureLayout(ids=arch.feature_ids, size=arch.target_hidden_size, dtype=cfg.policy.precision)
+    tokenizer_dir = find_model_dir(cfg.policy.tokenizer.name, key="policy.tokenizer.name")
     text = policy_config if "vocab_size" in policy_config else policy_config["text_config"]
     return StoreIdentity(
         vocab_size=text["vocab_size"],
-        tokenizer=tokenizer_fingerprint(find_model_dir(cfg.policy.tokenizer.name, key="policy.tokenizer.name")),
+        tokenizer=tokenizer_fingerprint(tokenizer_dir) or "",
         policy=policy_fingerprint(Path(model_dir)),
         policy_name=cfg.policy.model_name,
         features=features,

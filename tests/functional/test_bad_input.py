@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -687,18 +688,73 @@ def test_checkpoint_of_another_layout(refused: Refuse, checkpoint: Path) -> None
 
 def test_checkpoint_of_another_draft_algorithm(refused: Refuse, checkpoint: Path) -> None:
     edit_json(checkpoint / "draft" / "draft_meta.json", algo="another")
-    expect(refused(), "policy.draft.algo: got", "step_5 holds a draft of 'another'", "checkpointing.checkpoint_dir")
+    expect(
+        refused(),
+        "policy.draft.algo: got another draft",
+        'step_5 holds (algo: "another", this run "eagle3")',
+        "checkpointing.checkpoint_dir",
+        "policy.draft.restart: true",
+    )
 
 
 def test_checkpoint_of_another_draft_layout(refused: Refuse, checkpoint: Path) -> None:
-    edit_json(checkpoint / "draft" / "draft_meta.json", format_version=2)
-    expect(refused(), "draft_meta.json has layout 2; must be 1")
+    edit_json(checkpoint / "draft" / "draft_meta.json", format_version=3)
+    expect(refused(), "draft_meta.json: has format_version 3; this program reads 2", "policy.draft.restart: true")
 
 
 def test_checkpoint_of_a_draft_of_another_shape(refused: Refuse, checkpoint: Path) -> None:
     meta = json.loads((checkpoint / "draft" / "draft_meta.json").read_text(encoding="utf-8"))
-    edit_json(checkpoint / "draft" / "draft_meta.json", spec=meta["spec"] | {"intermediate_size": 7})
-    expect(refused(), f"built with intermediate_size 7; this run asks for {MLP}", "checkpointing.checkpoint_dir")
+    edit_json(checkpoint / "draft" / "draft_meta.json", spec=meta["spec"] | {"intermediate_size": 7, "head_dim": 9})
+    expect(
+        refused(),
+        "policy.draft: got another draft",
+        f"intermediate_size: 7, this run {MLP}",
+        "head_dim: 9, this run",
+        "checkpointing.checkpoint_dir",
+        "policy.draft.restart: true",
+    )
+
+
+@pytest.mark.parametrize("change", ["none", "algorithm", "shape", "version", "lost", "damaged"])
+def test_a_draft_that_is_started_anew_may_be_any_or_none(run: Run, checkpoint: Path, change: str) -> None:
+    """`restart` makes up for a draft that does not fit; a fitting one it replaces once."""
+    file = checkpoint / "draft" / "draft_meta.json"
+    meta = json.loads(file.read_text(encoding="utf-8"))
+    changes = {
+        "algorithm": {"algo": "another"},
+        "shape": {"spec": meta["spec"] | {"intermediate_size": 7}},
+        "version": {"format_version": 3},
+    }
+    if change in changes:
+        edit_json(file, **changes[change])
+    elif change == "lost":
+        shutil.rmtree(checkpoint / "draft")
+    elif change == "damaged":
+        truncate(checkpoint / "draft" / "model.safetensors", by=1)
+
+    def restarts(*overrides: str) -> bool:
+        return preflight(build_master_config(load_config(run.config, list(overrides)))).restarts_draft
+
+    assert restarts("policy.draft.restart=true")
+    if change == "none":
+        assert not restarts()
+    # The run that wrote the checkpoint had it set: the checkpoint's draft is the one that was started anew.
+    (checkpoint / "config.yaml").write_text("policy: {draft: {restart: true}}", encoding="utf-8")
+    if change != "damaged":
+        assert restarts("policy.draft.restart=true") is (change != "none")
+
+
+def test_restart_means_nothing_to_a_fresh_run(run: Run) -> None:
+    overrides = ["policy.draft.restart=true"]
+    assert not preflight(build_master_config(load_config(run.config, overrides))).restarts_draft
+
+
+def test_an_unknown_layout_for_the_algorithm(refused: Refuse) -> None:
+    expect(
+        refused("policy.draft.export_layouts=[native,torchscript]"),
+        "policy.draft.export_layouts",
+        "torchscript",
+    )
 
 
 def test_checkpoint_with_a_draft_for_a_run_without(refused: Refuse, checkpoint: Path) -> None:

@@ -98,6 +98,10 @@ def test_run_learns_and_every_refit_is_verified(uninterrupted: tuple[Path, str])
     assert report.exists()
     assert report.read_text().count("data:image/png;base64,") >= 5
     assert "report.html" in stdout.replace("\n", "")
+    # The run leaves the draft behind, the same as its last checkpoint holds.
+    final, saved = run_dir / "logs" / "draft", run_dir / "checkpoints" / f"step_{STEPS}" / "draft"
+    assert str(final) in "".join(line.strip("│ ") for line in stdout.splitlines())
+    assert {p.name: p.read_bytes() for p in final.iterdir()} == {p.name: p.read_bytes() for p in saved.iterdir()}
     # Rollouts of a step use the weights that the step before published.
     assert [m["train/rollout_weight_version"] for s, m in sorted(rows(run_dir).items()) if s > 0] == list(range(STEPS))
 

@@ -40,19 +40,41 @@ class ServedDraft:
     """An engine with a draft, started on what the draft's runtime exports."""
 
     def __init__(
-        self, policy_dir: Path, policy: torch.nn.Module, runtime: Any, draft_dir: Path, *, new_tokens: int
+        self,
+        policy_dir: Path,
+        policy: torch.nn.Module,
+        runtime: Any,
+        draft_dir: Path,
+        *,
+        new_tokens: int,
+        layout: str = "native",
+        is_self_describing: bool = False,
     ) -> None:
-        runtime.export(str(draft_dir), policy)
+        """Export a draft and start the engine.
+
+        Args:
+            policy_dir: of the policy.
+            policy: the policy.
+            runtime: of the draft.
+            draft_dir: where it is exported to.
+            new_tokens: longest response.
+            layout: of the export.
+            is_self_describing: give the engine the draft's directory as its model and nothing else; the policy's
+                directory, the method and K are then what the export says.
+        """
+        runtime.export(str(draft_dir), policy, layout=layout)
         config = GenerationConfig(
             max_new_tokens=new_tokens,
             vllm_cfg=VllmConfig(precision="float32", max_model_len=MAX_LEN, enforce_eager=True),
             sampling_check=SamplingCheckConfig(),
         )
+        model_dir = str(draft_dir if is_self_describing else policy_dir)
         self.worker = VllmGenerationWorker(
-            config, model_dir=str(policy_dir), tokenizer_dir=str(policy_dir), device="cpu", seed=0
+            config, model_dir=model_dir, tokenizer_dir=str(policy_dir), device="cpu", seed=0
         )
+        required = None if is_self_describing else runtime.spec.speculative_config(model_dir=str(draft_dir))
         self.worker.build(
-            speculative_config=runtime.spec.speculative_config(model_dir=str(draft_dir)),
+            speculative_config=required,
             trained_draft_tensors=runtime.spec.published_names,
             draft_extension=runtime.spec.serving_extension,
         )

@@ -22,10 +22,10 @@ from nemo_rl.data.rollout_index import (
     policy_fingerprint,
     read_index,
     reading_problems,
-    tokenizer_fingerprint,
     writing_problems,
 )
 from nemo_rl.data.rollout_store import RolloutReader, RolloutWriter
+from nemo_rl.data.tokenizer_identity import tokenizer_fingerprint
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.utils.checksums import checksums
@@ -379,5 +379,5 @@ def test_fingerprints_follow_weights_and_vocabulary_alone(tmp_path: Path) -> Non
     assert tokenizer_fingerprint(first) == tokenizer_fingerprint(second)
     save_file({"w": weights["w"] + 1}, second / "model.safetensors")
     assert policy_fingerprint(first) != policy_fingerprint(second)
-    (second / "tokenizer.json").write_text('{"model": 1}')
+    (second / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     assert tokenizer_fingerprint(first) != tokenizer_fingerprint(second)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from nemo_rl.algorithms.config import RolloutStoreConfig
 from nemo_rl.data import rollout_index
 from nemo_rl.data.rollout_store import RolloutWriter
+from nemo_rl.data.tokenizer_identity import tokenizer_fingerprint
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.automodel.draft.registry import adapter_of
 from nemo_rl.models.automodel.draft.vocab import VocabMap
@@ -53,7 +54,7 @@ def rollouts(policy_dir, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("store") / "rollouts"
     identity = rollout_index.StoreIdentity(
         vocab_size=VOCAB,
-        tokenizer=rollout_index.tokenizer_fingerprint(policy_dir),
+        tokenizer=tokenizer_fingerprint(policy_dir),
         policy="p",
         policy_name="tiny",
         features=None,

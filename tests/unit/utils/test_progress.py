@@ -158,13 +158,16 @@ def test_samples_are_printed_literally() -> None:
 
 
 @pytest.mark.parametrize("path", [None, "/logs/a very long path " + "x" * 120 + "/report.html"])
-def test_summary_shows_every_figure_and_the_whole_report_path(path: str | None) -> None:
+def test_summary_shows_every_figure_and_the_whole_paths(path: str | None) -> None:
     console, buffer = plain_output()
     metrics = {"train/reward": {1: 0.35, 2: 0.9}, "vllm/spec_acceptance_length": {1: 1.0, 2: 3.5}}
     summary = summarize(metrics, num_speculative_tokens=3, wall_seconds=90.0)
-    RunProgress(total_steps=2, console=console).summary(summary, report_path=path)
+    RunProgress(total_steps=2, console=console).summary(
+        summary, report_path=path, draft_path=None if path is None else "/logs/draft"
+    )
     text = buffer.getvalue()
     for figure in ("0.350 → 0.625", "1.00 → 2.25 of 4", "0:01:30"):
         assert figure in text
     body = "".join(line.strip("│ \n") for line in text.splitlines())
     assert path is None or path.replace(" ", "") in body.replace(" ", "")
+    assert ("/logs/draft" in body) is (path is not None)

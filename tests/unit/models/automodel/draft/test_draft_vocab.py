@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from nemo_rl.data.token_counts import count_tokens
+from nemo_rl.data.tokenizer_identity import tokenizer_fingerprint
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.automodel.draft.registry import resolve_spec
 from nemo_rl.models.automodel.draft.vocab import (
@@ -31,7 +32,6 @@ from nemo_rl.models.automodel.draft.vocab_file import (
     VocabFile,
     read_vocab_file,
     stop_ids,
-    tokenizer_fingerprint,
     write_vocab_file,
 )
 from tests.unit.models.automodel.draft.algorithms import MASK_TOKEN, K, config_for
