@@ -54,12 +54,14 @@ class Findings:
         report: section to values, all of which JSON can hold.
         problems: what keeps a run from using the draft.
         questions: key of the configuration to what it has to answer.
+        assumed: key to the answer with which the rest was looked at.
         exit_code: of the command.
     """
 
     report: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     questions: dict[str, str] = field(default_factory=dict)
+    assumed: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0
 
     def note(self, text: str, *, exit_code: int = ConfigError.exit_code) -> None:
@@ -223,7 +225,7 @@ def _resolved(
             if key is None or guess is None:
                 found.note("\n".join(dict.fromkeys([*problems, str(err)])))
                 return None
-            found.questions[key] = str(err)
+            found.questions[key], found.assumed[key] = str(err), guess
             found.exit_code = ConfigError.exit_code
             cfg = cfg.model_copy(update={key: guess})
             continue
@@ -417,7 +419,9 @@ def _print(found: Findings, *, has_policy: bool) -> None:
                 table.add_row(Text(f"  {name.replace('_', ' ')}" if number == 0 else ""), Text(line))
     console.print(table)
     for key, text in found.questions.items():
-        console.print(Text(f"open: {PREFIX}{key}", style="yellow"), Text(f"  {text}"), sep="\n", soft_wrap=True)
+        console.print(Text(f"open: {text}", style="yellow"), soft_wrap=True)
+        if key in found.assumed:
+            console.print(Text(f"  (the table assumes {key}={json.dumps(found.assumed[key])})"), soft_wrap=True)
     for text in found.problems:
         console.print(Text(f"problem: {text}", style="red"), soft_wrap=True)
     if found.exit_code == 0:
@@ -497,7 +501,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return err.exit_code
     if options.json:
         questions = {f"{PREFIX}{key}": text for key, text in found.questions.items()}
-        whole = found.report | {"open_questions": questions, "problems": found.problems}
+        assumed = {f"{PREFIX}{key}": value for key, value in found.assumed.items()}
+        whole = found.report | {"open_questions": questions, "assumed": assumed, "problems": found.problems}
         print(json.dumps(whole | {"fits": found.exit_code == 0}, indent=2))
     else:
         _print(found, has_policy=policy_dir is not None)

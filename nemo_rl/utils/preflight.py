@@ -234,6 +234,7 @@ def _resolve_draft(cfg: MasterConfig, policy_config: dict[str, Any], *, device: 
         max_model_len=cfg.policy.generation.vllm_cfg.max_model_len,
         dtype=cfg.policy.generation.vllm_cfg.precision,
         device=device,
+        policy_name=cfg.policy.model_name,
     )
     if cfg.policy.draft_served:
         merge_speculative_config(user, spec.speculative_config(model_dir="the exported draft"))

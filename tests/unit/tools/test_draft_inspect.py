@@ -119,6 +119,7 @@ def test_open_questions_name_their_keys_and_can_be_answered(tmp_path, run, polic
     code, report = run(directory, "--policy", policy)
     assert (code, report["problems"]) == (2, [])
     assert list(report["open_questions"]) == ["policy.draft.norm_output"]
+    assert report["assumed"] == {"policy.draft.norm_output": True}
     assert run(directory, "--policy", policy, "norm_output=true")[0] == 0
     assert run(directory, "--policy", policy, "policy.draft.norm_output=true")[0] == 0
     # A wrong vocabulary is a problem whatever the answer is.

@@ -6,6 +6,7 @@ named as text because the driver reads this table without torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Verifier
-from nemo_rl.models.automodel.draft.adapters.fields import short
+from nemo_rl.models.automodel.draft.adapters.fields import short, verifier_name
 from nemo_rl.models.automodel.draft.config import (
     DFlashDraftConfig,
     DominoDraftConfig,
@@ -64,6 +65,8 @@ class DraftAlgorithm:
     adapter: str
     runtime: str
 
+
+_LOG = logging.getLogger(__name__)
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 """Beside a draft's weights, a pickled embedding that the engine would use instead of the policy's row."""
@@ -149,6 +152,7 @@ def resolve_spec(
     device: str | None = None,
     vocab_ids: Sequence[int] | None = None,
     tokenizer_dir: str | Path | None = None,
+    policy_name: str | None = None,
 ) -> DraftSpec:
     """Read the draft directory, if there is one, and resolve the draft of a run. Needs no torch.
 
@@ -163,6 +167,8 @@ def resolve_spec(
             `policy.draft.vocab_file` takes its place.
         tokenizer_dir: of the policy's tokenizer, to check that a placeholder token is not in use and that
             `policy.draft.vocab_file` speaks of the same tokens.
+        policy_name: `policy.model_name`; a draft that names another policy is warned about, for sizes that agree say
+            little.
 
     Raises:
         ConfigError: the draft cannot be used with this policy or engine, or its files are damaged.
@@ -190,6 +196,7 @@ def resolve_spec(
                     "training would not know of. Remove the file, or use another draft."
                 )
             draft_config = read_json(member(directory, "config.json"))
+            _warn_about_policy(draft_config, policy_name)
             files = find_weight_files(directory)
         except CheckpointError as err:
             raise ConfigError(f"policy.draft.model_name: {err}") from err
@@ -215,6 +222,19 @@ def resolve_spec(
     if tokenizer_dir is not None:
         check_placeholder(spec, known_tokens(Path(tokenizer_dir)))
     return spec
+
+
+def _warn_about_policy(raw: Mapping[str, Any], policy_name: str | None) -> None:
+    """A copy under another path is the same policy, so only the last part of a name is compared."""
+    named = verifier_name(raw)
+    if named is None or policy_name is None or Path(named).name == Path(policy_name).name:
+        return
+    _LOG.warning(
+        "policy.draft.model_name: the draft was made for the policy %s; policy.model_name is %s. If that is another "
+        "model, little will be accepted at first",
+        short(named),
+        policy_name,
+    )
 
 
 def _check_layouts(cfg: DraftConfig, spec: DraftSpec) -> None:

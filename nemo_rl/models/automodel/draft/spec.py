@@ -6,6 +6,7 @@ Everything that can be wrong with a draft and its policy is found here, before R
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from nemo_rl.models.automodel.draft.weight_files import (
 )
 
 __all__ = ["DraftSpec", "check_placeholder", "read_vocabulary", "resolve_draft_spec", "text_config"]
+
+_LOG = logging.getLogger(__name__)
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head that the engine's CPU attention has code for."""
@@ -490,6 +493,12 @@ def _checked_weights(cfg: DraftConfigBase, arch: DraftArchitecture, files: Weigh
     try:
         names = normalize_names(files.tensors)
         stored = {name: files.tensors[original] for name, original in names.canonical.items()}
+        if names.dropped:
+            _LOG.info(
+                "policy.draft.model_name: %d tensors are left out, which are derived or the policy's: %s",
+                len(names.dropped),
+                ", ".join(sorted(names.dropped)[:5]),
+            )
         check_dtypes({name: t.dtype for name, t in stored.items()})
         check_tensor_shapes({name: t.shape for name, t in stored.items()}, arch)
         check_zeros({name: is_zero(stored[name]) for name in arch.zero_shapes() if name in stored})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch import nn
 from vllm import ModelRegistry
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 
@@ -30,7 +31,10 @@ def register_architectures(model_dirs: Iterable[str | Path]) -> list[str]:
     names = {name for directory in model_dirs for name in read_model_config(str(directory)).get("architectures") or ()}
     entries = {arch: entry for arch, entry in ModelRegistry.models.items() if isinstance(entry, _LazyRegisteredModel)}
     wanted = sorted(arch for arch in entries if any(arch.endswith(name) or name.startswith(arch) for name in names))
-    for arch in wanted:
+    classes = {arch: entries[arch].load_model_cls() for arch in wanted}
+    # Under some names there is only a stand-in that chooses a class for the hardware; that is vLLM's to do.
+    models = {arch: cls for arch, cls in classes.items() if issubclass(cls, nn.Module)}
+    for arch, cls in models.items():
         ModelRegistry.models.pop(arch)  # registering a known name warns
-        ModelRegistry.register_model(arch, entries[arch].load_model_cls())
-    return wanted
+        ModelRegistry.register_model(arch, cls)
+    return list(models)

@@ -38,6 +38,7 @@ __all__ = [
     "refuse_windows",
     "short",
     "speculators_extra",
+    "verifier_name",
     "written_geometry",
     "written_speculators",
 ]
@@ -284,6 +285,18 @@ def export_algo(raw: Mapping[str, Any]) -> str | None:
     mark = raw.get(EXPORT_MARK)
     algo = mark.get("algo") if isinstance(mark, Mapping) else None
     return algo if isinstance(algo, str) else None
+
+
+def verifier_name(raw: Mapping[str, Any]) -> str | None:
+    """Name or path of the policy that a file in the speculators format names; None where it names none.
+
+    Args:
+        raw: the parsed file.
+    """
+    name: Any = raw
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        name = name.get(key) if isinstance(name, Mapping) else None
+    return name if isinstance(name, str) and name else None
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:

@@ -675,3 +675,19 @@ def test_what_nemo_automodel_saves_is_read_as_it_was(layout: str, tmp_path: Path
     assert spec.vocab_ids == draft.ids
     loaded = load_tensors(tmp_path, spec.architecture, trust_pickle=False)
     assert all(torch.equal(loaded[name], t) for name, t in draft.canonical.items())
+
+
+def test_another_policys_name_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    draft = next(p() for p in PUBLISHED.values() if p().publisher == "speculators")
+    directory = draft.write(tmp_path)
+    for policy_name, is_warned in ((VERIFIER.name_or_path, False), ("/models/another-8b", True), (None, False)):
+        caplog.clear()
+        resolve_spec(
+            draft.cfg(directory),
+            policy_config=POLICY,
+            k=3,
+            max_model_len=MAX_MODEL_LEN,
+            dtype="float32",
+            policy_name=policy_name,
+        )
+        assert any("another-8b" in record.getMessage() for record in caplog.records) is is_warned
