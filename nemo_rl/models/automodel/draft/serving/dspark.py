@@ -11,8 +11,8 @@ from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
 from nemo_rl.models.automodel.draft.serving import sequential_head
 
-ARCHITECTURE = "DFlashQwen3DSparkModel"
-"""What vLLM makes of the exported `Qwen3DSparkModel` for `method="dflash"`."""
+ARCHITECTURES = ("DFlashQwen3DSparkModel", "Qwen3DSparkModel")
+"""What vLLM makes of an export for `method="dflash"`: of the native layout, and of the speculators one."""
 
 
 class DSparkDraft(Qwen3DSparkForCausalLM, sequential_head.SequentialHead):
@@ -34,4 +34,4 @@ class DSparkDraft(Qwen3DSparkForCausalLM, sequential_head.SequentialHead):
 
 def install() -> None:
     """Let engines built in this process from now on serve these drafts with `method="dflash"`."""
-    sequential_head.install({ARCHITECTURE: DSparkDraft})
+    sequential_head.install(dict.fromkeys(ARCHITECTURES, DSparkDraft))

@@ -164,15 +164,17 @@ class Killed(Exception):
     """Stands for the end of the process: nothing of the writer runs after it."""
 
 
+@pytest.mark.parametrize("old_has_metadata", [True, False], ids=["ours", "another's"])
 @pytest.mark.parametrize(
     ("limits", "is_first"), [((1 << 20, 1 << 20), True), ((1 << 20, 200), False), ((200, 1 << 20), False)]
 )
 def test_an_interrupted_write_leaves_an_old_a_new_or_a_refused_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], is_first: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], is_first: bool, old_has_metadata: bool
 ) -> None:
     """Stops before every operation that changes a name in the directory."""
     meta = {"format_version": 2, "algo": "x", "spec": {}}
     old, new = ({"config": {"n": n}, "tensors": draft_tensors(n), "meta": meta} for n in (1, 2))
+    old["meta"] = meta if old_has_metadata else None
 
     def write(directory: Path, draft: dict[str, Any], limit: int) -> None:
         write_draft(directory, draft["tensors"], config=draft["config"], max_shard_bytes=limit, meta=draft["meta"])
