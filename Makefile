@@ -31,11 +31,11 @@ demo: environment
 	$(PY) examples/run_grpo.py --config $(DEMO_RECIPE) $(ARGS)
 
 # In-process vLLM engines leave process groups and sockets behind, and several Ray clusters starting at once on two cores
-# run into Ray's time limits: these tests get a process of their own. The others run two files at a time.
+# run into Ray's time limits: engines get a process of their own, and clusters, too. The others run two files at a time.
 ENGINE_TESTS := tests/unit/distributed tests/unit/models/generation
 test: environment
 	$(PY) -m pytest tests/unit $(ENGINE_TESTS:%=--ignore=%) -n 2 --dist loadfile $(ARGS)
-	$(PY) -m pytest $(ENGINE_TESTS) $(ARGS)
+	$(PY) -m pytest $(ENGINE_TESTS) -n 2 --dist loadgroup $(ARGS)
 	$(PY) -m pytest tests/functional -n 2 --dist loadfile $(ARGS)
 
 lint: environment

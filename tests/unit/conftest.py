@@ -13,6 +13,9 @@ _HERE = Path(__file__).parent
 _IMPLIED_MARKERS = {"models/automodel": "automodel", "models/policy": "automodel"}
 """Directory -> marker of every test in it."""
 
+_ENGINE_DIRECTORIES = ("distributed/", "models/generation/")
+"""What `make test` runs apart from the other unit tests."""
+
 _NEEDED_PACKAGES = {"automodel": ("torch", "nemo_automodel"), "vllm": ("vllm",), "ray": ("ray",)}
 
 
@@ -34,6 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for directory, marker in _IMPLIED_MARKERS.items():
             if where.startswith(f"{directory}/"):
                 item.add_marker(marker)
+        if where.startswith(_ENGINE_DIRECTORIES):
+            # `--dist loadgroup`: Ray clusters in one process, one after the other, in-process engines in another.
+            group = "engines" if item.get_closest_marker("ray") is None else "clusters"
+            item.add_marker(pytest.mark.xdist_group(group))
         for marker, obstacle in obstacles.items():
             if obstacle is not None and item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {obstacle}"))

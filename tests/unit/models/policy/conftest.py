@@ -14,12 +14,11 @@ from tests.unit.models.policy.gloo_pool import GlooPool
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[int, GlooPool]]:
+def pools(two_ranks: GlooPool) -> Iterator[dict[int, GlooPool]]:
     """One and two ranks; both start at once, because importing takes them seconds."""
-    started = {1: GlooPool(1), 2: GlooPool(2)}
-    yield started
-    for pool in started.values():
-        pool.close()
+    alone = GlooPool(1)
+    yield {1: alone, 2: two_ranks}
+    alone.close()
 
 
 @pytest.fixture(scope="session")

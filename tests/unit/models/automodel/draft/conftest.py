@@ -27,12 +27,11 @@ class _ThisProcess:
 
 
 @pytest.fixture(scope="module")
-def draft_pools():
-    """One and two ranks."""
-    started = {2: GlooPool(2), 1: _ThisProcess()}
-    yield started
-    for pool in started.values():
-        pool.close()
+def draft_pools(two_ranks: GlooPool):
+    """One and two ranks. This process leaves its group behind each module: others form their own."""
+    alone = _ThisProcess()
+    yield {1: alone, 2: two_ranks}
+    alone.close()
 
 
 @pytest.fixture(scope="session")
