@@ -126,7 +126,8 @@ class DraftConfigBase(ConfigModel):
 
     restart: bool = False
     """When a run is resumed, start the draft anew instead of from the checkpoint's, with the settings of this run; the
-    policy goes on. For a checkpoint without a draft, or with one of another algorithm or shape."""
+    policy goes on. For a checkpoint without a draft, or with one of another algorithm or shape. It takes effect once:
+    a checkpoint that was written with it is continued while its draft fits."""
 
     optimizer: DraftOptimizerConfig = Field(default_factory=DraftOptimizerConfig)
     """The draft's optimizer group."""

@@ -167,7 +167,7 @@ def resolve_draft_spec(
     with _noting(problems):
         _check_against_policy(arch, policy)
     with _noting(problems):
-        arch = _cover_positions(arch, max_model_len)
+        arch = _cover_positions(arch, max_model_len, k=k, policy=policy)
     with _noting(problems):
         _check_geometry(arch, device)
     with _noting(problems):
@@ -422,17 +422,28 @@ def _check_against_policy(arch: DraftArchitecture, policy: Mapping[str, Any]) ->
             )
 
 
-def _cover_positions(arch: DraftArchitecture, max_model_len: int) -> DraftArchitecture:
-    if arch.max_position_embeddings >= max_model_len:
+def _cover_positions(
+    arch: DraftArchitecture, max_model_len: int, *, k: int | None, policy: Mapping[str, Any]
+) -> DraftArchitecture:
+    """Make the draft's RoPE table as long as what the engine indexes it with.
+
+    The engine is started K + 1 positions longer than sequences may be, as far as the policy has them, and its draft
+    runs into those; behind the table's end it would stop drafting, or read memory of something else.
+    """
+    needed = max_model_len + (0 if k is None else k + 1)
+    if isinstance(policy.get("max_position_embeddings"), int):
+        needed = max(max_model_len, min(needed, policy["max_position_embeddings"]))
+    if arch.max_position_embeddings >= needed:
         return arch
     if arch.rope["rope_type"] != "default":
         raise ConfigError(
             f"policy.draft.model_name: its RoPE table ({arch.rope['rope_type']}) covers {arch.max_position_embeddings} "
-            f"positions, policy.generation.vllm_cfg.max_model_len is {max_model_len}. Lower max_model_len, or raise "
-            "max_position_embeddings in the draft's config.json if its scaling allows that."
+            f"positions, policy.generation.vllm_cfg.max_model_len is {max_model_len} and drafting needs "
+            f"{needed - max_model_len} more. Lower max_model_len, or raise max_position_embeddings in the draft's "
+            "config.json if its scaling allows that."
         )
     # A plain table has no end: the frequencies do not depend on it.
-    return dataclasses.replace(arch, max_position_embeddings=max_model_len)
+    return dataclasses.replace(arch, max_position_embeddings=needed)
 
 
 def _check_geometry(arch: DraftArchitecture, device: str | None) -> None:

@@ -20,6 +20,7 @@ from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS, adapter_of
 from nemo_rl.models.automodel.draft.spec import resolve_draft_spec
 from nemo_rl.models.automodel.draft.vocab import VocabMap
 from nemo_rl.models.automodel.draft.weight_files import read_json
+from nemo_rl.models.generation.vllm.engine_args import engine_limits
 from tests.unit.models.automodel.draft.helpers import VOCAB, make_arch, make_module, make_spec
 
 POLICY = {
@@ -59,6 +60,32 @@ def test_a_new_draft_takes_everything_from_the_policy():
     assert spec.source == "scratch"
     assert spec.initializer_range == 0.05
     assert spec.speculative_config(model_dir="/d") == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("k", "policy_positions", "covered"),
+    [
+        pytest.param(3, 4096, 1004, id="proposals-run-behind-the-last-token"),
+        pytest.param(3, 1002, 1002, id="the-policy-has-no-more"),
+        pytest.param(None, 4096, 1000, id="not-served"),
+    ],
+)
+def test_a_short_published_table_covers_every_position_that_the_engine_drafts_at(k, policy_positions, covered):
+    """The engine is started K + 1 positions longer than its requests and indexes the draft's table with those, too."""
+    policy = POLICY | {"max_position_embeddings": policy_positions}
+    draft = POLICY | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    spec = resolve_draft_spec(
+        adapter_of("eagle3"),
+        Eagle3DraftConfig(enabled=True, serve=k is not None),
+        policy_config=policy,
+        draft_config=draft | {"max_position_embeddings": 48},
+        k=k,
+        max_model_len=1000,
+        dtype="float32",
+    )
+    assert spec.architecture.max_position_embeddings == covered
+    limits = engine_limits(max_model_len=1000, model_max_len=policy_positions, num_speculative_tokens=k or 0)
+    assert covered >= limits.engine_max_model_len
 
 
 def test_layers_of_the_configuration_are_outputs_counted_from_zero():
