@@ -36,7 +36,7 @@ ENGINE_TESTS := tests/unit/distributed tests/unit/models/generation
 test: environment
 	$(PY) -m pytest tests/unit $(ENGINE_TESTS:%=--ignore=%) -n 2 --dist loadfile $(ARGS)
 	$(PY) -m pytest $(ENGINE_TESTS) -n 2 --dist loadgroup $(ARGS)
-	$(PY) -m pytest tests/functional -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest tests/functional -n 2 --dist loadgroup $(ARGS)
 
 lint: environment
 	$(VENV)/bin/ruff check .

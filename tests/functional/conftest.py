@@ -23,3 +23,11 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Pat
         command = [sys.executable, str(ROOT / "tools/make_tiny_policy.py"), "--out", str(out)]
         subprocess.run([*command, "--steps", "200", "--threads", "1"], check=True, timeout=900, cwd=ROOT)
     return out
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: a file stays in one process, for its fixtures' sake; scripts are handed out one by one."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and not item.path.name.startswith("test_scripts_"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
