@@ -26,7 +26,7 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Pat
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: a file stays in one process, for its fixtures' sake; scripts are handed out one by one."""
+    """For `--dist loadgroup`: a file stays in one process, for its fixtures; scripts are handed out one by one."""
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here) and not item.path.name.startswith("test_scripts_"):
