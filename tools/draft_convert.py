@@ -22,9 +22,10 @@ from nemo_rl.models.automodel.draft.adapters.base import LAYOUTS, Verifier
 from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.registry import ALIASES, DRAFT_ALGORITHMS, adapter_of, algorithm_of
 from nemo_rl.models.automodel.draft.vocab_file import read_vocab_file
-from nemo_rl.models.automodel.draft.weight_files import member, read_json
+from nemo_rl.models.automodel.draft.weight_files import member
 from nemo_rl.utils.config import build_master_config
 from nemo_rl.utils.model_files import find_model_dir, read_model_config
+from nemo_rl.utils.safe_files import read_json_object
 from nemo_rl.utils.yaml_reader import parse_yaml
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def convert(options: argparse.Namespace) -> PublishedDraft:
     if not directory.is_dir():
         raise ConfigError(f"{directory}: there is no such directory. Give one with config.json and weights.")
     check_out(options.out, directory, is_replacing=options.overwrite)
-    algo = options.algo or algorithm_of(read_json(member(directory, "config.json")))
+    algo = options.algo or algorithm_of(read_json_object(member(directory, "config.json")))
     adapter = adapter_of(algo)
     cfg = settings_of(options.settings, algo, directory=directory, trust_pickle=options.trust_pickle)
     policy_dir = None if options.policy is None else find_model_dir(options.policy, key="--policy")

@@ -30,10 +30,10 @@ from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.metadata import META_FILE, verify_files
 from nemo_rl.models.automodel.draft.registry import MASK_EMBEDDING_FILE, adapter_of, algorithm_of, known_tokens
 from nemo_rl.models.automodel.draft.spec import CPU_HEAD_DIMS, DraftSpec, check_placeholder, resolve_draft_spec
-from nemo_rl.models.automodel.draft.weight_files import WeightFiles, find_weight_files, member, read_json
+from nemo_rl.models.automodel.draft.weight_files import WeightFiles, find_weight_files, member
 from nemo_rl.utils.config import build_master_config
 from nemo_rl.utils.model_files import find_model_dir, read_model_config
-from nemo_rl.utils.safe_files import shown
+from nemo_rl.utils.safe_files import read_json_object, shown
 from nemo_rl.utils.yaml_reader import parse_yaml
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def inspect(
     found = Findings()
     values = _values(settings)
     policy_config = None if policy_dir is None else read_model_config(policy_dir, key="--policy")
-    raw = found.attempt(lambda: read_json(member(directory, "config.json")))
+    raw = found.attempt(lambda: read_json_object(member(directory, "config.json")))
     files = found.attempt(lambda: find_weight_files(directory))
     found.attempt(lambda: verify_files(directory))
     if (directory / MASK_EMBEDDING_FILE).exists():

@@ -36,6 +36,16 @@ class Proposal:
     draft: list[int]
 
 
+def draw_weights(module: torch.nn.Module, *, seed: int) -> None:
+    """Draw every tensor of a draft anew; norms around one, because an identity norm hides its absence."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            is_vector = p.ndim == 1 and not name.endswith("bias")
+            p.copy_(1 + 0.3 * noise if is_vector else noise * 2 * p.shape[-1] ** -0.5)
+
+
 class ServedDraft:
     """An engine with a draft, started on what the draft's runtime exports."""
 

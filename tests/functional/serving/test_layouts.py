@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.models.automodel.draft import checkpoint
 from nemo_rl.models.automodel.draft.registry import build_draft_runtime, resolve_spec
-from tests.functional.serving.engine import MAX_LEN, ServedDraft  # sets the environment of vllm
+from tests.functional.serving.engine import MAX_LEN, ServedDraft, draw_weights  # sets the environment of vllm
 from tests.functional.serving.test_live_alignment import agreement, make_prompts
 from tests.tiny_models import write_tiny_policy
 from tests.unit.models.automodel.draft.algorithms import K, config_for
@@ -48,7 +48,7 @@ def policy(policy_dir: Path) -> torch.nn.Module:
 
 
 def make_runtime(name: str, policy: torch.nn.Module, *, seed: int) -> Any:
-    """A draft with random weights; norms around one, because an identity norm hides its absence."""
+    """A draft with random weights."""
     settings = CASES[name][1]
     cfg = config_for(name.split("-")[0], **settings)
     spec = resolve_spec(
@@ -61,12 +61,7 @@ def make_runtime(name: str, policy: torch.nn.Module, *, seed: int) -> Any:
         vocab_ids=[i for i in range(300) if i % 3] if "draft_vocab_size" in settings else None,
     )
     runtime = build_draft_runtime(cfg, spec, policy_model=policy, device="cpu", dtype="float32", draft_dir=None, seed=0)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor_name, p in runtime.module.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            is_vector = p.ndim == 1 and not tensor_name.endswith("bias")
-            p.copy_(1 + 0.3 * noise if is_vector else noise * 2 * p.shape[-1] ** -0.5)
+    draw_weights(runtime.module, seed=seed)
     return runtime
 
 

@@ -19,7 +19,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.automodel.draft.capture import FeatureCapture
 from nemo_rl.models.automodel.draft.registry import build_draft_runtime, resolve_spec
-from tests.functional.serving.engine import MAX_LEN, Proposal, ServedDraft  # sets the environment of vllm
+from tests.functional.serving.engine import MAX_LEN, Proposal, ServedDraft, draw_weights  # sets the environment of vllm
 from tests.tiny_models import write_tiny_policy
 from tests.unit.models.automodel.draft.algorithms import ALGORITHMS, K, config_for
 from tests.unit.models.automodel.draft.helpers import to_microbatch
@@ -61,7 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_runtime(name: str, policy: torch.nn.Module, *, seed: int = 0, random: bool = False) -> Any:
-    """A new draft; with `random`, every tensor is drawn anew, norms around one: an identity norm hides its absence."""
+    """A new draft; with `random`, every tensor is drawn anew."""
     settings = VARIANTS[name]
     cfg = config_for(name.split("-")[0], **settings)
     # Not ascending, so that an id and its rank differ.
@@ -79,12 +79,7 @@ def make_runtime(name: str, policy: torch.nn.Module, *, seed: int = 0, random: b
         cfg, spec, policy_model=policy, device="cpu", dtype="float32", draft_dir=None, seed=seed
     )
     if random:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, p in runtime.module.named_parameters():
-                noise = torch.randn(p.shape, generator=generator)
-                is_vector = p.ndim == 1 and not name.endswith("bias")
-                p.copy_(1 + 0.3 * noise if is_vector else noise * 2 * p.shape[-1] ** -0.5)
+        draw_weights(runtime.module, seed=seed)
     return runtime
 
 

@@ -27,7 +27,8 @@ from nemo_rl.models.automodel.draft.config import DraftConfigBase
 from nemo_rl.models.automodel.draft.metadata import verify_files
 from nemo_rl.models.automodel.draft.spec import read_vocabulary, resolve_draft_spec, text_config
 from nemo_rl.models.automodel.draft.vocab import VocabMap, VocabMapError, read_either
-from nemo_rl.models.automodel.draft.weight_files import find_weight_files, member, read_json
+from nemo_rl.models.automodel.draft.weight_files import find_weight_files, member
+from nemo_rl.utils.safe_files import read_json_object
 
 __all__ = [
     "DTYPES",
@@ -106,7 +107,7 @@ def read_published(
         ConfigError: another algorithm's draft, an open question, or a draft of another policy.
         CheckpointError: the files are damaged, or do not fit the config.json.
     """
-    raw = read_json(member(directory, "config.json"))
+    raw = read_json_object(member(directory, "config.json"))
     # Neither serving nor a particular engine is asked about, and every layer that was trained on may be written.
     cfg = cfg.model_copy(update={"serve": False, "allow_boundary_layers": True, "model_name": str(directory)})
     source = adapter.read_config(raw)

@@ -30,7 +30,7 @@ from nemo_rl.models.automodel.draft.config import (
 from nemo_rl.models.automodel.draft.metadata import verify_files
 from nemo_rl.models.automodel.draft.spec import DraftSpec, check_placeholder, resolve_draft_spec, text_config
 from nemo_rl.models.automodel.draft.vocab_file import chosen_vocab
-from nemo_rl.models.automodel.draft.weight_files import find_weight_files, member, read_json
+from nemo_rl.models.automodel.draft.weight_files import find_weight_files, member
 from nemo_rl.utils.safe_files import read_json_object
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def resolve_spec(
                     f"{directory / MASK_EMBEDDING_FILE}: replaces the placeholder's embedding in the engine, which "
                     "training would not know of. Remove the file, or use another draft."
                 )
-            draft_config = read_json(member(directory, "config.json"))
+            draft_config = read_json_object(member(directory, "config.json"))
             _warn_about_policy(draft_config, policy_name)
             files = find_weight_files(directory)
         except CheckpointError as err:

@@ -31,7 +31,6 @@ __all__ = [
     "member",
     "pickle_refusal",
     "read_integers",
-    "read_json",
 ]
 
 _BITS = {
@@ -92,11 +91,6 @@ class WeightFiles:
     def files(self) -> tuple[Path, ...]:
         """Files that hold the weights, sorted."""
         return self.pickles or tuple(sorted({tensor.file for tensor in self.tensors.values()}))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a draft directory; whatever is wrong with it raises `CheckpointError` naming the file."""
-    return read_json_object(path)
 
 
 def member(directory: Path, name: str) -> Path:

@@ -19,8 +19,8 @@ from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
 from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS, adapter_of, resolve_spec
 from nemo_rl.models.automodel.draft.spec import resolve_draft_spec
 from nemo_rl.models.automodel.draft.vocab import VocabMap
-from nemo_rl.models.automodel.draft.weight_files import read_json
 from nemo_rl.models.generation.vllm.engine_args import engine_limits
+from nemo_rl.utils.safe_files import read_json_object
 from tests.unit.models.automodel.draft.helpers import VOCAB, make_arch, make_module, make_spec
 
 POLICY = {
@@ -360,7 +360,7 @@ def test_all_problems_can_be_asked_for(stored):
         Eagle3Adapter(),
         cfg,
         policy_config={**POLICY, "vocab_size": VOCAB + 1},
-        draft_config=read_json(directory / "config.json"),
+        draft_config=read_json_object(directory / "config.json"),
         k=3,
         max_model_len=64,
         dtype="float32",

@@ -28,9 +28,9 @@ from nemo_rl.models.automodel.draft.weight_files import (
     is_zero,
     member,
     read_integers,
-    read_json,
 )
 from nemo_rl.utils.model_files import check_weights, read_model_config
+from nemo_rl.utils.safe_files import read_json_object
 from tests.unit.models.automodel.draft.draft_directories import resolve, spec_of, tensors_of, write_draft_directory
 from tests.unit.models.automodel.draft.helpers import VOCAB, make_arch, make_module
 
@@ -140,7 +140,7 @@ def test_nothing_that_is_no_regular_file_is_opened_or_waited_for(tmp_path):
         find_weight_files(tmp_path)
     os.mkfifo(config)
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read \(it is not a regular file\)"):
-        read_json(config)
+        read_json_object(config)
     with pytest.raises(CheckpointError, match="cannot be listed"):
         find_weight_files(tmp_path / "none")
 
@@ -202,7 +202,7 @@ def test_json_has_one_meaning_and_a_bounded_size(tmp_path, raw, match):
     path = tmp_path / "config.json"
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match=match) as err:
-        read_json(path)
+        read_json_object(path)
     assert str(path) in str(err.value)
     assert len(str(err.value)) < 500
 
@@ -490,13 +490,14 @@ _BOUNDED = """
 import resource, sys, time
 from pathlib import Path
 from nemo_rl.errors import NemoRLError
-from nemo_rl.models.automodel.draft.weight_files import find_weight_files, read_json
+from nemo_rl.models.automodel.draft.weight_files import find_weight_files
+from nemo_rl.utils.safe_files import read_json_object
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20),) * 2)
 for directory in map(Path, sys.argv[1:]):
     start = time.monotonic()
     try:
-        read_json(directory / "config.json")
+        read_json_object(directory / "config.json")
         find_weight_files(directory)
     except NemoRLError as err:
         print(type(err).__name__, round(time.monotonic() - start))
