@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +76,18 @@ def main(arguments: Sequence[str] | None = None, *, default_config: Path | None 
         Exit status: 0, 1 for a failure during the run, 2 for input that cannot be used, 130 after Ctrl-C.
     """
     options = _parse(arguments, default_config=default_config, command=command)
+    return guarded(lambda: _run(command, options.config, options.overrides, options.dry_run))
+
+
+def guarded(action: Callable[[], None]) -> int:
+    """Do what a command is for, and turn the way it ends into an exit status.
+
+    Args:
+        action: Raises one of our errors when it fails.
+
+    Returns:
+        Exit status, see `main`.
+    """
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
@@ -84,7 +96,7 @@ def main(arguments: Sequence[str] | None = None, *, default_config: Path | None 
         os.environ.setdefault(name, value)
     try:
         with _terminable():
-            _run(command, options.config, options.overrides)
+            action()
     except NemoRLError as err:
         reported = _reported(err)
         sys.stderr.write(f"error: {reported}\n")
@@ -105,7 +117,7 @@ def draft_entry_point() -> None:
     sys.exit(main(command=DRAFT))
 
 
-def _run(command: Command, config: Path, overrides: list[str]) -> None:
+def _run(command: Command, config: Path, overrides: list[str], is_dry: bool) -> None:
     # Imported here: `--help` must not wait for the schema, nor a wrong configuration for torch and Ray.
     from nemo_rl.utils.config import build_master_config, load_config
     from nemo_rl.utils.preflight import preflight
@@ -114,6 +126,11 @@ def _run(command: Command, config: Path, overrides: list[str]) -> None:
     cfg = build_master_config(load_config(config, overrides))
     if is_offline_run(cfg):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if is_dry:
+        from nemo_rl.utils.dry_run import dry_run, print_dry_run
+
+        print_dry_run(dry_run(cfg, algorithm=command.algorithm))
+        return
     checked = preflight(cfg, algorithm=command.algorithm)
     importlib.import_module(command.setup).run(cfg, checked)
 
@@ -131,6 +148,22 @@ def _parse(arguments: Sequence[str] | None, *, default_config: Path | None, comm
         epilog=f"Example: %(prog)s --config recipe.yaml {command.example} ++policy.generation.vllm_kwargs.seed=1",
         allow_abbrev=False,
     )
+    add_config_arguments(parser, default_config=default_config)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the configuration as a start would, show layout, memory and draft, and start nothing",
+    )
+    return parser.parse_intermixed_args(arguments)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, default_config: Path | None) -> None:
+    """Let a command take a configuration, `--config` and overrides.
+
+    Args:
+        parser: Of the command.
+        default_config: Configuration when `--config` is not given; None = `--config` is required.
+    """
     parser.add_argument(
         "--config",
         type=Path,
@@ -145,7 +178,6 @@ def _parse(arguments: Sequence[str] | None, *, default_config: Path | None, comm
         metavar="key=value",
         help="set a key; ++key=value adds one to a free-form block, ~key deletes one",
     )
-    return parser.parse_intermixed_args(arguments)
 
 
 @contextmanager

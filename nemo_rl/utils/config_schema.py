@@ -69,6 +69,12 @@ def complete(model: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:
     return filled | {key: copy.deepcopy(value) for key, value in tree.items() if key not in filled}
 
 
+def register_resolvers() -> None:
+    """Make the functions of interpolations (`${mul:a,b}`) known to OmegaConf."""
+    for name, function in _RESOLVERS.items():
+        OmegaConf.register_resolver(name, function, replace=True)
+
+
 def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Resolve every interpolation; a key that it names may be given or be a default of the schema.
 
@@ -85,8 +91,7 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     filled = complete(MasterConfig, tree)
     if not _holds_interpolation(filled):
         return _without_defaults(MasterConfig, filled, given=tree)
-    for name, function in _RESOLVERS.items():
-        OmegaConf.register_resolver(name, function, replace=True)
+    register_resolvers()
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(filled), resolve=True)
     except (OmegaConfBaseException, RecursionError, TypeError, ZeroDivisionError) as err:

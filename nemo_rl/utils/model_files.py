@@ -12,16 +12,20 @@ from nemo_rl.utils.safe_files import open_regular, read_json_object, shown
 MODEL_FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files of a hub repository that a run needs."""
 
+PICKLE_PATTERNS = ["*.bin"]
+"""Further ones, for a draft whose weights may be a pickle."""
+
 _INDEX_FILE = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 << 20
 
 
-def find_model_dir(name: str, *, key: str) -> Path:
+def find_model_dir(name: str, *, key: str, allows_pickle: bool = False) -> Path:
     """Find the directory of a model; a hub name is looked up in the local cache, or downloaded when the hub is allowed.
 
     Args:
         name: Directory or hub name (``organisation/model``).
         key: The configuration key that holds the name, for the message.
+        allows_pickle: Also download weights that are a pickle.
 
     Returns:
         The directory.
@@ -29,6 +33,39 @@ def find_model_dir(name: str, *, key: str) -> Path:
     Raises:
         ConfigError: There is no such directory and the hub does not have it or cannot be reached.
     """
+    directory = _named_directory(name, key=key)
+    return _hub_snapshot(name, key=key, allows_pickle=allows_pickle) if directory is None else directory
+
+
+def find_local_model_dir(name: str, *, key: str) -> Path | None:
+    """Find the directory of a model without asking the hub.
+
+    Args:
+        name: Directory or hub name (``organisation/model``).
+        key: The configuration key that holds the name, for the message.
+
+    Returns:
+        The directory; None for a hub name that is not in the local cache.
+
+    Raises:
+        ConfigError: The name is neither a directory nor a hub name.
+    """
+    directory = _named_directory(name, key=key)
+    if directory is not None:
+        return directory
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError:
+        return _hub_snapshot(name, key=key, allows_pickle=False)  # says what is wrong with the name
+
+
+def _named_directory(name: str, *, key: str) -> Path | None:
+    """The directory that a name is; None for a hub name."""
     path = Path(name)
     if path.is_dir():
         return path
@@ -39,7 +76,16 @@ def find_model_dir(name: str, *, key: str) -> Path:
             f"{key}: got {name!r}; must be an existing directory or a hub name (organisation/model), and there is no "
             "such directory. Correct the path, or make the model first (the CPU recipes: tools/make_tiny_policy.py)."
         )
-    return _hub_snapshot(name, key=key)
+    return None
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a model directory holds weight files, complete or not.
+
+    Args:
+        directory: The model directory.
+    """
+    return (directory / _INDEX_FILE).is_file() or any(directory.glob("*.safetensors")) or bool(_pickles_in(directory))
 
 
 def read_model_config(directory: Path, *, key: str) -> dict[str, Any]:
@@ -150,13 +196,14 @@ def _is_hub_name(name: str) -> bool:
     return len(parts) == 2 and all(parts) and parts[0] not in (".", "..", "~") and not name.startswith(("/", "~"))
 
 
-def _hub_snapshot(name: str, *, key: str) -> Path:
+def _hub_snapshot(name: str, *, key: str, allows_pickle: bool) -> Path:
     from huggingface_hub import snapshot_download  # half a second that a local model does not pay
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     try:
-        return Path(snapshot_download(name, allow_patterns=MODEL_FILE_PATTERNS, local_files_only=offline))
+        patterns = MODEL_FILE_PATTERNS + (PICKLE_PATTERNS if allows_pickle else [])
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=offline))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as err:
         cause = str(err).splitlines()[0] if str(err) else type(err).__name__
         reason = "and the hub is switched off (HF_HUB_OFFLINE)" if offline else f"and the hub did not give it ({cause})"

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.config import Device, MasterConfig
 
 
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Where the families of mixture-of-experts policies keep the number of experts per layer."""
+
+
 def layout_problems(cfg: MasterConfig, device: Device) -> list[str]:
     """Check the parallel layout of training and generation against the device.
 
@@ -143,6 +147,30 @@ def head_problems(cfg: MasterConfig, policy_config: dict[str, Any]) -> list[str]
         f"{key}: got {size}; must divide the {heads} attention heads of {cfg.policy.model_name}. Choose a divisor."
         for key, size in sizes.items()
         if isinstance(heads, int) and heads % size
+    ]
+
+
+def expert_problems(cfg: MasterConfig, policy_config: dict[str, Any]) -> list[str]:
+    """Check that the policy has experts to spread, and that they split evenly.
+
+    Args:
+        cfg: The configuration.
+        policy_config: Content of the policy's config.json.
+
+    Returns:
+        One message per problem.
+    """
+    text = policy_config.get("text_config", policy_config)
+    experts = next((text[key] for key in EXPERT_KEYS if isinstance(text.get(key), int)), 0)
+    sizes = {
+        "policy.dtensor_cfg.expert_parallel_size": cfg.policy.dtensor_cfg.expert_parallel_size,
+        "policy.generation.vllm_cfg.expert_parallel_size": cfg.policy.generation.vllm_cfg.expert_parallel_size,
+    }
+    allowed = f"must divide the {experts} experts of each layer of" if experts else "must be 1, there are no experts in"
+    return [
+        f"{key}: got {size}; {allowed} {cfg.policy.model_name}. {'Choose a divisor' if experts else 'Set it to 1'}."
+        for key, size in sizes.items()
+        if size > 1 and (not experts or experts % size)
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,11 +108,21 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES, is_strict: 
     return value
 
 
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlist, self.maxdict = 2, 60, 60, 8, 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write out the digits of very long ones.
+        return f"an integer of {x.bit_length()} bits" if x.bit_length() > 128 else repr(x)
+
+
 def shown(value: object) -> str:
-    """A value out of a file as a message shows it: in one line, printable and short.
+    """A value out of a file as a message shows it: in one short, printable line, whatever its size and depth.
 
     Args:
         value: of any type.
     """
-    text = repr(value[:200] if isinstance(value, (str, list, tuple)) else value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = _Repr().repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -52,7 +52,7 @@ class DraftConfigBase(ConfigModel):
     """Train a draft beside the policy, and let the engine propose tokens with it."""
 
     model_name: NonEmptyStr | None = None
-    """Directory of the draft checkpoint; null = build a new draft from the policy."""
+    """Directory or hub name of the draft checkpoint; null = build a new draft from the policy."""
 
     serve: bool = True
     """Let the engine propose tokens with the draft. false trains it only; the engine then decodes without it."""

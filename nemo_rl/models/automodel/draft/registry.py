@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.models.automodel.draft.adapters.base import DraftAdapter, Verifier
-from nemo_rl.models.automodel.draft.adapters.fields import short, verifier_name
+from nemo_rl.models.automodel.draft.adapters.fields import verifier_name
 from nemo_rl.models.automodel.draft.config import (
     DFlashDraftConfig,
     DominoDraftConfig,
@@ -31,7 +31,7 @@ from nemo_rl.models.automodel.draft.metadata import verify_files
 from nemo_rl.models.automodel.draft.spec import DraftSpec, check_placeholder, resolve_draft_spec, text_config
 from nemo_rl.models.automodel.draft.vocab_file import chosen_vocab
 from nemo_rl.models.automodel.draft.weight_files import find_weight_files, member
-from nemo_rl.utils.safe_files import read_json_object
+from nemo_rl.utils.safe_files import read_json_object, shown
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def algorithm_of(raw: Mapping[str, Any]) -> str:
         what = f"could be a draft of {found}" if found else "is the draft of no known algorithm"
         raise ConfigError(
             f"policy.draft.algo: cannot be told from the config.json, which {what} (architectures "
-            f"{short(raw.get('architectures'))}, speculators_model_type {short(raw.get('speculators_model_type'))}). "
+            f"{shown(raw.get('architectures'))}, speculators_model_type {shown(raw.get('speculators_model_type'))}). "
             f"Must be one of {sorted(DRAFT_ALGORITHMS)}; name it."
         )
     return found[0]
@@ -152,6 +152,7 @@ def resolve_spec(
     device: str | None = None,
     vocab_ids: Sequence[int] | None = None,
     tokenizer_dir: str | Path | None = None,
+    needs_weights: bool = True,
     policy_name: str | None = None,
 ) -> DraftSpec:
     """Read the draft directory, if there is one, and resolve the draft of a run. Needs no torch.
@@ -167,6 +168,7 @@ def resolve_spec(
             `policy.draft.vocab_file` takes its place.
         tokenizer_dir: of the policy's tokenizer, to check that a placeholder token is not in use and that
             `policy.draft.vocab_file` speaks of the same tokens.
+        needs_weights: False resolves a draft directory by its config.json alone.
         policy_name: `policy.model_name`; a draft that names another policy is warned about, for sizes that agree say
             little.
 
@@ -197,7 +199,7 @@ def resolve_spec(
                 )
             draft_config = read_json_object(member(directory, "config.json"))
             _warn_about_policy(draft_config, policy_name)
-            files = find_weight_files(directory)
+            files = find_weight_files(directory) if needs_weights else None
         except CheckpointError as err:
             raise ConfigError(f"policy.draft.model_name: {err}") from err
     spec = resolve_draft_spec(
@@ -232,7 +234,7 @@ def _warn_about_policy(raw: Mapping[str, Any], policy_name: str | None) -> None:
     _LOG.warning(
         "policy.draft.model_name: the draft was made for the policy %s; policy.model_name is %s. If that is another "
         "model, little will be accepted at first",
-        short(named),
+        shown(named),
         policy_name,
     )
 

@@ -331,7 +331,8 @@ def pickle_refusal(path: Path) -> str:
     """
     return (
         f"policy.draft.trust_pickle: got false, and {path} is a pickle file; set policy.draft.trust_pickle: true to "
-        f"read its tensors and nothing else, or convert it once: tools/draft_convert.py {path.parent} --trust-pickle."
+        f"read its tensors and nothing else, or convert it once: python tools/draft_convert.py {path.parent} "
+        "--trust-pickle --out NEW_DIRECTORY."
     )
 
 

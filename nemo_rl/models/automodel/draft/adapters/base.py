@@ -167,6 +167,20 @@ class DraftAdapter(ABC, Generic[ConfigT, ArchT]):
     def max_num_speculative_tokens(self, cfg: ConfigT, arch: ArchT) -> int | None:
         """Largest K that the draft is trained to propose; None = no limit."""
 
+    def computed_positions(self, cfg: ConfigT, arch: ArchT, *, tokens: int, samples: int) -> int:
+        """Positions that the draft computes in training for one micro-batch, for an estimate of memory.
+
+        Args:
+            cfg: `policy.draft`.
+            arch: what was decided.
+            tokens: of the micro-batch.
+            samples: of the micro-batch.
+
+        Returns:
+            Every token at every depth, unless the algorithm says otherwise.
+        """
+        return tokens * (cfg.max_num_speculative_tokens or 1)
+
     @abstractmethod
     def write_config(self, arch: ArchT, *, dtype: str) -> dict[str, Any]:
         """The config.json of an export: every field explicit, no reader's default relied upon.

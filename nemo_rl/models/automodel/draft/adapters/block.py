@@ -32,13 +32,13 @@ from nemo_rl.models.automodel.draft.adapters.fields import (
     read_geometry,
     read_layer,
     refuse_windows,
-    short,
     speculators_extra,
     written_geometry,
     written_speculators,
 )
 from nemo_rl.models.automodel.draft.architecture import BlockArchitecture
 from nemo_rl.models.automodel.draft.config import BlockDraftConfigBase
+from nemo_rl.utils.safe_files import shown
 
 __all__ = [
     "MAX_BLOCK",
@@ -153,7 +153,7 @@ class BlockAdapter(DraftAdapter[BlockConfigT, BlockArchT]):
         return block_algorithm(raw) == self.algo
 
     def default_feature_ids(self, num_layers: int) -> tuple[int, ...]:
-        """Outputs of `NUM_FEATURES` layers, evenly spread from the second to the fourth from the end."""
+        """Outputs of `NUM_FEATURES` layers, evenly spread from the second to the third from the end."""
         last = num_layers - 4
         indices = [round(1 + i * last / (NUM_FEATURES - 1)) for i in range(NUM_FEATURES)]
         if last < NUM_FEATURES - 1:
@@ -227,6 +227,10 @@ class BlockAdapter(DraftAdapter[BlockConfigT, BlockArchT]):
         """Tokens that a block predicts."""
         return arch.num_predicted
 
+    def computed_positions(self, cfg: BlockConfigT, arch: BlockArchT, *, tokens: int, samples: int) -> int:
+        """The slots of all blocks."""
+        return samples * cfg.num_anchors * arch.block_size
+
 
 def _check_block(arch: BlockArchitecture, k: int | None) -> None:
     size, predicted = arch.block_size, arch.num_predicted
@@ -258,7 +262,7 @@ def text_at(raw: Mapping[str, Any], key: str, *, allowed: tuple[str, ...] | None
         return None
     if not isinstance(value, str) or (allowed is not None and value not in allowed):
         must = "a string" if allowed is None else f"one of {list(allowed)}"
-        raise ConfigError(f"{KEY}: its config.json has {key} {short(value)}; must be {must}. Correct the file.")
+        raise ConfigError(f"{KEY}: its config.json has {key} {shown(value)}; must be {must}. Correct the file.")
     return value
 
 
@@ -276,8 +280,8 @@ def either(raw: Mapping[str, Any], *keys: str, read: Callable[[Mapping[str, Any]
     for where, value in found[1:]:
         if value != found[0][1]:
             raise ConfigError(
-                f"{KEY}: its config.json states {keys[0]} twice: {found[0][0]} is {short(found[0][1])}, {where} is "
-                f"{short(value)}. Make them equal, to what the draft was trained with."
+                f"{KEY}: its config.json states {keys[0]} twice: {found[0][0]} is {shown(found[0][1])}, {where} is "
+                f"{shown(value)}. Make them equal, to what the draft was trained with."
             )
     return found[0][1] if found else None
 
@@ -293,7 +297,7 @@ def read_native_block(raw: Mapping[str, Any], *, projectors: tuple[str | None, .
     projector = either(raw, "projector_type", read=text_at)
     if projector not in projectors:
         raise ConfigError(
-            f"{KEY}: its config.json has projector_type {short(projector)}; must be one of {list(projectors)}. The "
+            f"{KEY}: its config.json has projector_type {shown(projector)}; must be one of {list(projectors)}. The "
             "draft is another algorithm's: set policy.draft.algo to that."
         )
     _refuse_transforms(raw)
@@ -323,7 +327,7 @@ def read_speculators_block(raw: Mapping[str, Any], *, model_type: str) -> dict[s
     """
     if raw.get("speculators_model_type") != model_type:
         raise ConfigError(
-            f"{KEY}: its config.json has speculators_model_type {short(raw.get('speculators_model_type'))}; must be "
+            f"{KEY}: its config.json has speculators_model_type {shown(raw.get('speculators_model_type'))}; must be "
             f"{model_type}. Set policy.draft.algo to the draft's algorithm."
         )
     layer = read_layer(raw, ("qwen3",))
@@ -426,7 +430,7 @@ def _refuse_transforms(raw: Mapping[str, Any]) -> None:
                 )
     other = sorted(key for key in {*raw, *nested} if key.startswith(_OTHER_MODELS))
     if other:
-        raise ConfigError(f"{KEY}: its config.json has {short(other)}; such drafts (DFlash 2) are not supported.")
+        raise ConfigError(f"{KEY}: its config.json has {shown(other)}; such drafts (DFlash 2) are not supported.")
     if raw.get("eagle_config"):
         raise ConfigError(
             f"{KEY}: its config.json has an eagle_config, whose entries the engine mixes with those of dflash_config. "

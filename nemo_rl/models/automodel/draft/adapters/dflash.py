@@ -21,9 +21,10 @@ from nemo_rl.models.automodel.draft.adapters.block import (
     written_block,
     written_speculators_block,
 )
-from nemo_rl.models.automodel.draft.adapters.fields import KEY, architecture_name, flag_at, is_speculators, short
+from nemo_rl.models.automodel.draft.adapters.fields import KEY, architecture_name, flag_at, is_speculators
 from nemo_rl.models.automodel.draft.architecture import DFlashArchitecture, DraftArchitecture
 from nemo_rl.models.automodel.draft.config import DFlashDraftConfig
+from nemo_rl.utils.safe_files import shown
 
 __all__ = ["DFlashAdapter"]
 
@@ -56,7 +57,7 @@ class DFlashAdapter(BlockAdapter[DFlashDraftConfig, DFlashArchitecture]):
             name = architecture_name(raw)
             if name not in _ARCHITECTURES:
                 raise ConfigError(
-                    f"{KEY}: its config.json has architectures {short(name)}; a dflash draft has one of "
+                    f"{KEY}: its config.json has architectures {shown(name)}; a dflash draft has one of "
                     f"{list(_ARCHITECTURES)} or speculators_model_type dflash. The directory holds a draft of another "
                     "algorithm, or no draft."
                 )

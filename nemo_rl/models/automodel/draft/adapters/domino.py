@@ -25,10 +25,10 @@ from nemo_rl.models.automodel.draft.adapters.fields import (
     architecture_name,
     flag_at,
     integer_at,
-    short,
 )
 from nemo_rl.models.automodel.draft.architecture import DominoArchitecture, DraftArchitecture
 from nemo_rl.models.automodel.draft.config import DominoDraftConfig
+from nemo_rl.utils.safe_files import shown
 
 __all__ = ["DominoAdapter"]
 
@@ -59,7 +59,7 @@ class DominoAdapter(BlockAdapter[DominoDraftConfig, DominoArchitecture]):
         name = architecture_name(raw)
         if name not in _ARCHITECTURES:
             raise ConfigError(
-                f"{KEY}: its config.json has architectures {short(name)}; a domino draft has one of "
+                f"{KEY}: its config.json has architectures {shown(name)}; a domino draft has one of "
                 f"{list(_ARCHITECTURES)}. The directory holds a draft of another algorithm, or no draft."
             )
         fields = read_native_block(raw, projectors=(_PROJECTOR,))

@@ -29,10 +29,10 @@ from nemo_rl.models.automodel.draft.adapters.fields import (
     integer_at,
     is_speculators,
     number_at,
-    short,
 )
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, DSparkArchitecture
 from nemo_rl.models.automodel.draft.config import DSparkDraftConfig
+from nemo_rl.utils.safe_files import shown
 
 __all__ = ["DSparkAdapter"]
 
@@ -81,7 +81,7 @@ class DSparkAdapter(BlockAdapter[DSparkDraftConfig, DSparkArchitecture]):
             projectors = ("dspark",) if name == "DFlashDraftModel" else (None, "dspark")
             if name not in _ARCHITECTURES:
                 raise ConfigError(
-                    f"{KEY}: its config.json has architectures {short(name)}; a dspark draft has one of "
+                    f"{KEY}: its config.json has architectures {shown(name)}; a dspark draft has one of "
                     f"{list(_ARCHITECTURES)} or speculators_model_type dspark. The directory holds a draft of another "
                     "algorithm, or no draft."
                 )

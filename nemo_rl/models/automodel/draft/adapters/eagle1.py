@@ -22,11 +22,11 @@ from nemo_rl.models.automodel.draft.adapters.fields import (
     positive_integer_at,
     read_geometry,
     refuse_windows,
-    short,
     written_geometry,
 )
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, Eagle1Architecture
 from nemo_rl.models.automodel.draft.config import Eagle1DraftConfig
+from nemo_rl.utils.safe_files import shown
 
 __all__ = ["Eagle1Adapter"]
 
@@ -75,8 +75,8 @@ class Eagle1Adapter(DraftAdapter[Eagle1DraftConfig, Eagle1Architecture]):
             )
         if name not in _ARCHITECTURES or raw.get("model_type") != "llama" or is_speculators(raw):
             raise ConfigError(
-                f"{KEY}: its config.json has architectures {short(raw.get('architectures'))} and model_type "
-                f"{short(raw.get('model_type'))}{_kind(raw)}; an eagle1 draft has architectures "
+                f"{KEY}: its config.json has architectures {shown(raw.get('architectures'))} and model_type "
+                f"{shown(raw.get('model_type'))}{_kind(raw)}; an eagle1 draft has architectures "
                 f"{[_ARCHITECTURES[0]]} and model_type llama. The directory holds a draft of another algorithm (its "
                 "name goes to policy.draft.algo), or no draft."
             )
@@ -84,7 +84,7 @@ class Eagle1Adapter(DraftAdapter[Eagle1DraftConfig, Eagle1Architecture]):
         refuse_windows(raw, positive_integer_at(raw, "num_hidden_layers") or 0)
         own = export_algo(raw)
         if own not in (None, self.algo):
-            raise ConfigError(f"{KEY}: it is a draft of algorithm {short(own)}. Set policy.draft.algo to that.")
+            raise ConfigError(f"{KEY}: it is a draft of algorithm {shown(own)}. Set policy.draft.algo to that.")
         return SourceConfig(
             publisher="eagle" if own is None else "nemo_rl",
             fields=read_geometry(raw, "llama") | {"extra": kept_extra(raw, _KNOWN)},
@@ -133,4 +133,4 @@ class Eagle1Adapter(DraftAdapter[Eagle1DraftConfig, Eagle1Architecture]):
 
 def _kind(raw: Mapping[str, Any]) -> str:
     kind = raw.get("speculators_model_type")
-    return "" if kind is None else f", speculators_model_type {short(kind)}"
+    return "" if kind is None else f", speculators_model_type {shown(kind)}"

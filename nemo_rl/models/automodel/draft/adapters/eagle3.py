@@ -32,7 +32,6 @@ from nemo_rl.models.automodel.draft.adapters.fields import (
     read_geometry,
     read_layer,
     refuse_windows,
-    short,
     speculators_extra,
     written_geometry,
     written_speculators,
@@ -43,6 +42,7 @@ from nemo_rl.models.automodel.draft.architecture import (
     FusedEagleArchitecture,
 )
 from nemo_rl.models.automodel.draft.config import Eagle3DraftConfig
+from nemo_rl.utils.safe_files import shown
 
 __all__ = [
     "FUSED_BLOCKS",
@@ -151,7 +151,7 @@ class Eagle3Adapter(DraftAdapter[Eagle3DraftConfig, Eagle3Architecture]):
             return _read_speculators(raw)
         if not _is_native(raw):
             raise ConfigError(
-                f"{KEY}: its config.json has architectures {short(raw.get('architectures'))}; an eagle3 draft has one "
+                f"{KEY}: its config.json has architectures {shown(raw.get('architectures'))}; an eagle3 draft has one "
                 f"of {sorted(NATIVE_FAMILIES)}, {_AUTHORS} beside a draft_vocab_size, or speculators_model_type "
                 "eagle3. The directory holds a draft of another algorithm, or no draft."
             )
@@ -284,7 +284,7 @@ def checked_eagle_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"{KEY}: qkv_bias is true; drafts with biases are not supported. Use another draft.")
     if number_at(raw, "logit_scale") not in (None, 1.0):
         raise ConfigError(
-            f"{KEY}: logit_scale is {short(raw['logit_scale'])}, which training does not apply. Remove the key, or use "
+            f"{KEY}: logit_scale is {shown(raw['logit_scale'])}, which training does not apply. Remove the key, or use "
             "another draft."
         )
     return eagle
@@ -321,7 +321,7 @@ def native_features(raw: Mapping[str, Any], eagle: Mapping[str, Any]) -> dict[st
     sizes = {size for size in (*counts.values(), len(ids) if ids else None) if size is not None}
     if len(sizes) > 1:
         raise ConfigError(
-            f"{KEY}: its config.json names features after layers {short(ids)} and counts {counts}; readers of the "
+            f"{KEY}: its config.json names features after layers {shown(ids)} and counts {counts}; readers of the "
             "file would differ. Make them agree."
         )
     unclear = [
@@ -418,7 +418,7 @@ def speculators_features(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
     """
     found = {key: ids for key in ID_KEYS if (ids := _ids(raw, key)) is not None}
     if len(set(found.values())) > 1:
-        raise ConfigError(f"{KEY}: its config.json names different layers: {short(found)}. Make them equal.")
+        raise ConfigError(f"{KEY}: its config.json names different layers: {shown(found)}. Make them equal.")
     return next(iter(found.values()), None)
 
 
@@ -426,7 +426,7 @@ def _read_speculators(raw: Mapping[str, Any]) -> SourceConfig:
     kind = raw["speculators_model_type"]
     if kind != "eagle3":
         raise ConfigError(
-            f"{KEY}: its config.json has speculators_model_type {short(kind)}; policy.draft.algo is eagle3. Set that "
+            f"{KEY}: its config.json has speculators_model_type {shown(kind)}; policy.draft.algo is eagle3. Set that "
             "to the draft's algorithm, or use another draft."
         )
     layer = read_layer(raw, LAYER_FAMILIES)

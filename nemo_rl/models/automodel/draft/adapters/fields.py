@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.utils.safe_files import shown
 
 __all__ = [
     "EXPORT_MARK",
@@ -36,7 +36,6 @@ __all__ = [
     "read_geometry",
     "read_layer",
     "refuse_windows",
-    "short",
     "speculators_extra",
     "verifier_name",
     "written_geometry",
@@ -143,28 +142,8 @@ _ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # -- values of a JSON object, typed ----------------------------------------------------------------------------------
 
 
-class _Repr(reprlib.Repr):
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write out the digits of very long ones.
-        return f"an integer of {x.bit_length()} bits" if x.bit_length() > 128 else repr(x)
-
-
-_REPR = _Repr()
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlist, _REPR.maxdict = 2, 60, 60, 8, 4
-
-
-def short(value: Any) -> str:
-    """A value of a config.json in one short line, whatever its size and depth.
-
-    Args:
-        value: any JSON value.
-    """
-    text = _REPR.repr(list(value) if isinstance(value, tuple) else value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
 def _wrong(of: str, key: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"{of}: its config.json has {key} {short(value)}; must be {allowed}. Correct the file.")
+    return ConfigError(f"{of}: its config.json has {key} {shown(value)}; must be {allowed}. Correct the file.")
 
 
 def block_at(raw: Mapping[str, Any], key: str, *, of: str = KEY) -> Mapping[str, Any]:
@@ -327,7 +306,7 @@ def kept_extra(
     for key, value in extra.items():
         if _is_deep(value):
             raise ConfigError(
-                f"{KEY}: its config.json has {short(key)} nested more than {_MAX_NESTING} levels deep. Remove it."
+                f"{KEY}: its config.json has {shown(key)} nested more than {_MAX_NESTING} levels deep. Remove it."
             )
     return extra
 
@@ -364,7 +343,7 @@ def agreed(
     outer, inner = (block.get(key) if read is None else read(block, key) for block in (raw, nested))
     if outer is not None and inner is not None and not _equal(outer, inner):
         raise ConfigError(
-            f"{KEY}: its config.json says {key} is {short(outer)} at top level and {short(inner)} further in. Make "
+            f"{KEY}: its config.json says {key} is {shown(outer)} at top level and {shown(inner)} further in. Make "
             "them equal."
         )
     value = inner if outer is None else outer
@@ -393,7 +372,7 @@ def read_geometry(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
         if flag_at(raw, key):
             raise ConfigError(f"{KEY}: {key} is true; drafts with biases are not supported. Use another draft.")
     if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{KEY}: hidden_act is {short(raw['hidden_act'])}; must be silu. Use another draft.")
+        raise ConfigError(f"{KEY}: hidden_act is {shown(raw['hidden_act'])}; must be silu. Use another draft.")
     if raw.get("quantization_config"):
         raise ConfigError(
             f"{KEY}: the draft is quantized; a draft to be trained must not be. Use its full-precision form."
@@ -438,7 +417,7 @@ def refuse_windows(raw: Mapping[str, Any], num_layers: int) -> None:
     others = [kind for kind in (kinds or [])[:num_layers] if kind != "full_attention"]
     if others:
         raise ConfigError(
-            f"{KEY}: its config.json has layer_types {short(others)}; must be full_attention for all layers. Use a "
+            f"{KEY}: its config.json has layer_types {shown(others)}; must be full_attention for all layers. Use a "
             "draft without sliding windows."
         )
     first = integer_at(raw, "max_window_layers")
@@ -498,7 +477,7 @@ def read_layer(raw: Mapping[str, Any], families: Sequence[str]) -> dict[str, Any
     if layer.get("model_type") not in families:
         raise ConfigError(
             f"{KEY}: its config.json needs {LAYER} of model_type {' or '.join(families)}, got "
-            f"{short(layer.get('model_type'))}. Use another draft."
+            f"{shown(layer.get('model_type'))}. Use another draft."
         )
     merged = {**layer, **{k: raw[k] for k in ("draft_vocab_size", "target_hidden_size") if raw.get(k) is not None}}
     if raw.get("quantization_config"):
@@ -586,7 +565,7 @@ def flat_rope(raw: Mapping[str, Any], *, key: str) -> dict[str, Any]:
         is_multimodal, rope_type = True, "default"
     if not isinstance(rope_type, str) or rope_type not in _ROPE_NUMBERS:
         raise ConfigError(
-            f"{key}: rope_type is {short(rope_type)}; must be one of {list(_ROPE_NUMBERS)}: the frequencies of the "
+            f"{key}: rope_type is {shown(rope_type)}; must be one of {list(_ROPE_NUMBERS)}: the frequencies of the "
             "others depend on the sequence length, so training and serving would differ."
         )
     if is_multimodal:
@@ -595,7 +574,7 @@ def flat_rope(raw: Mapping[str, Any], *, key: str) -> dict[str, Any]:
     for name, value in table.items():
         if name in _FOREIGN_ROPE_KEYS or isinstance(value, (Mapping, list)):
             raise ConfigError(
-                f"{key}: its config.json has {short(name)} {short(value)} in its RoPE table, which training does not "
+                f"{key}: its config.json has {shown(name)} {shown(value)} in its RoPE table, which training does not "
                 "apply. Remove it, or use another model."
             )
     theta, partial = number_at(table, "rope_theta", of=key), number_at(table, "partial_rotary_factor", of=key)
@@ -620,7 +599,7 @@ def _merged_rope(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     if table and all(isinstance(value, Mapping) for value in table.values()):
         if "full_attention" not in table:
             raise ConfigError(
-                f"{key}: rope_parameters has tables for {short(sorted(table))} only; one for full_attention is needed."
+                f"{key}: rope_parameters has tables for {shown(sorted(table))} only; one for full_attention is needed."
             )
         table = block_at(table, "full_attention", of=key)
     outside = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
@@ -631,7 +610,7 @@ def _merged_rope(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
                 continue
             if merged.get(name) is not None and not _equal(merged[name], value):
                 raise ConfigError(
-                    f"{key}: {short(name)} is {short(value)} and {short(merged[name])} in rope_parameters or "
+                    f"{key}: {shown(name)} is {shown(value)} and {shown(merged[name])} in rope_parameters or "
                     "rope_scaling. Make them equal."
                 )
             merged[name] = value
@@ -642,7 +621,7 @@ def _rope_type(table: dict[str, Any], key: str) -> Any:
     """Type of a table, taken out of it; `type` is its old name."""
     new, old = table.pop("rope_type", None), table.pop("type", None)
     if new is not None and old not in (None, "mrope") and not _equal(new, old):
-        raise ConfigError(f"{key}: a RoPE table has rope_type {short(new)} and type {short(old)}. Make them equal.")
+        raise ConfigError(f"{key}: a RoPE table has rope_type {shown(new)} and type {shown(old)}. Make them equal.")
     return "mrope" if old == "mrope" and new in (None, "default") else new or old or "default"
 
 

@@ -42,12 +42,12 @@ from nemo_rl.models.automodel.draft.adapters.fields import (
     kept_extra,
     read_geometry,
     read_layer,
-    short,
     speculators_extra,
     written_speculators,
 )
 from nemo_rl.models.automodel.draft.architecture import DraftArchitecture, PEagleArchitecture
 from nemo_rl.models.automodel.draft.config import PEagleDraftConfig
+from nemo_rl.utils.safe_files import shown
 
 __all__ = ["PEagleAdapter"]
 
@@ -137,6 +137,11 @@ class PEagleAdapter(DraftAdapter[PEagleDraftConfig, PEagleArchitecture]):
         """Depths trained."""
         return arch.num_depths
 
+    def computed_positions(self, cfg: PEagleDraftConfig, arch: PEagleArchitecture, *, tokens: int, samples: int) -> int:
+        """What the drop of deeper depths leaves, in the largest of the segments."""
+        kept = (max(cfg.down_sample_ratio**depth, cfg.down_sample_ratio_min) for depth in range(arch.num_depths))
+        return -(-int(tokens * sum(kept)) // cfg.num_segments)
+
     def write_config(self, arch: PEagleArchitecture, *, dtype: str) -> dict[str, Any]:
         """The native layout."""
         return written_fused(arch, dtype=dtype, algo=self.algo) | {
@@ -219,7 +224,7 @@ def _read_native(raw: Mapping[str, Any]) -> SourceConfig:
     name = architecture_name(raw)
     if name not in _FAMILIES:
         raise ConfigError(
-            f"{KEY}: its config.json has architectures {short(raw.get('architectures'))}; a peagle draft has one of "
+            f"{KEY}: its config.json has architectures {shown(raw.get('architectures'))}; a peagle draft has one of "
             f"{sorted(_FAMILIES)} or speculators_model_type peagle. The directory holds a draft of another algorithm, "
             "or no draft."
         )
@@ -252,7 +257,7 @@ def _read_speculators(raw: Mapping[str, Any]) -> SourceConfig:
     kind = raw["speculators_model_type"]
     if kind != "peagle":
         raise ConfigError(
-            f"{KEY}: its config.json has speculators_model_type {short(kind)}; policy.draft.algo is peagle. Set that "
+            f"{KEY}: its config.json has speculators_model_type {shown(kind)}; policy.draft.algo is peagle. Set that "
             "to the draft's algorithm, or use another draft."
         )
     for key in ("fc_norm", "norm_output"):
@@ -286,7 +291,7 @@ def _proposed(raw: Mapping[str, Any]) -> int | None:
         return None
     if not isinstance(methods, list) or not all(isinstance(method, Mapping) for method in methods):
         raise ConfigError(
-            f"{KEY}: its config.json has speculators_config.proposal_methods {short(methods)}; must be a list of "
+            f"{KEY}: its config.json has speculators_config.proposal_methods {shown(methods)}; must be a list of "
             "objects. Correct the file."
         )
     return integer_at(methods[0], "speculative_tokens", low=1, high=_MOST_DEPTHS) if methods else None
