@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,16 @@ class ServedDraft:
             for row, length in zip(out["output_ids"], out["unpadded_sequence_lengths"].tolist(), strict=True)
         ]
         return tokens, self.worker.spec_counters() - before
+
+    @contextmanager
+    def cut_prompts(self, budget: int) -> Iterator[None]:
+        """Let the engine compute at most so many tokens per step, so that longer prompts are computed in parts."""
+        scheduler = self.worker._llm.llm_engine.engine_core.engine_core.scheduler
+        whole, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, budget
+        try:
+            yield
+        finally:
+            scheduler.max_num_scheduled_tokens = whole
 
     def proposals(self, prompts: list[list[int]]) -> list[Proposal]:
         """What is drafted while decoding greedily, one prompt at a time."""

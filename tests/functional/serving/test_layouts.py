@@ -20,7 +20,7 @@ from tests.functional.serving.test_live_alignment import agreement, make_prompts
 from tests.tiny_models import write_tiny_policy
 from tests.unit.models.automodel.draft.algorithms import K, config_for
 
-pytestmark = [pytest.mark.vllm, pytest.mark.automodel, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 SHARD_BYTES = 60_000
 

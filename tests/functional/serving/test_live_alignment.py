@@ -24,7 +24,7 @@ from tests.tiny_models import write_tiny_policy
 from tests.unit.models.automodel.draft.algorithms import ALGORITHMS, K, config_for
 from tests.unit.models.automodel.draft.helpers import to_microbatch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.automodel, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 NUM_LAYERS, NEW_TOKENS, UPDATES, LEARNING_RATE = 4, 24, 150, 5e-3
 
@@ -165,6 +165,12 @@ def test_engine_proposes_what_training_does_before_and_after_a_refit(
     assert agreement(second, moved, proposals) == 1.0
     assert agreement(second, policy, proposals) < 0.5, "a stale policy must show"
     assert agreement(first, moved, proposals) < 0.2
+    # Prompts that the scheduler cuts are drafted behind as whole ones are.
+    with engine.cut_prompts(K + 3):
+        behind_cuts = engine.proposals(prompts)
+    assert agreement(second, moved, behind_cuts) == 1.0
+    drafted = {(*p.context, p.sampled): p.draft for p in behind_cuts}
+    assert all(drafted[(*p.context, p.sampled)] == p.draft for p in proposals)
 
 
 def train(runtime: Any, policy: torch.nn.Module, batch: BatchedDataDict, **fault: int) -> None:

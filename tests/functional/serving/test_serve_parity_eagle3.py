@@ -24,7 +24,7 @@ from nemo_rl.models.automodel.draft.unroll import plan_rows
 from tests.functional.serving.engine import MAX_LEN, Proposal, ServedDraft  # sets the environment of vllm
 from tests.tiny_models import write_tiny_policy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.automodel, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 NUM_LAYERS, NEW_TOKENS, NUM_PROMPTS, MAX_PROPOSALS = 4, 24, 6, 60
 

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from vllm.config import set_current_vllm_config
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.generation.vllm import weight_transfer
+from nemo_rl.models.generation.vllm import chunked_prefill_fix, weight_transfer
 from nemo_rl.models.generation.vllm.draft_extension import install_draft_extension
 from nemo_rl.models.generation.vllm.draft_ownership import settle_ownership
 
@@ -36,6 +36,7 @@ class RefitWorkerMixin(_Worker):
         """Load both models, settle who owns what, and tell the weight transfer."""
         weight_transfer.register()
         super().load_model(**kwargs)
+        chunked_prefill_fix.install(self.model_runner)
         self.after_load()
         config: Any = self.vllm_config
         ours = config.additional_config["nemo_rl"]

@@ -118,6 +118,20 @@ def test_logprobs_are_the_policys_at_the_sampling_temperature(served: Served, re
         assert not out["logprobs"][row, end:].any()
 
 
+def test_where_prompts_are_cut_changes_no_sample(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token budget of 24 cuts most of these prompts; what is sampled behind a part is thrown away and drawn again."""
+    data = prompts(12, seed=21, low=10)
+    before = served.worker.spec_counters()
+    whole = served.worker.generate(data)
+    between = served.worker.spec_counters()
+    scheduler = served.worker._llm.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 24)
+    cut = served.worker.generate(data)
+    after = served.worker.spec_counters()
+    assert torch.equal(cut["output_ids"], whole["output_ids"])
+    assert after - between == between - before, "proposals after a cut prompt are those after a whole one"
+
+
 def test_batch_layout(served: Served) -> None:
     data = prompts(6, seed=3)
     out = served.worker.generate(data)
