@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _DRAFT_BATCH = "policy.draft.train_global_batch_size"
 
-_DRAFT_TRAINING_KEYS = (
+DRAFT_TRAINING_KEYS = (
     "train_global_batch_size",
     "train_every",
     "warmup_steps",
@@ -233,7 +233,7 @@ def _draft_conflicts(cfg: MasterConfig) -> list[str]:
             "would propose nothing of use. Set policy.draft.model_name, or static: false."
         )
     default = type(draft)()
-    unread = [key for key in _DRAFT_TRAINING_KEYS if getattr(draft, key) != getattr(default, key)]
+    unread = [key for key in DRAFT_TRAINING_KEYS if getattr(draft, key) != getattr(default, key)]
     if draft.static and unread:
         found.append(
             f"policy.draft.static: got true with policy.draft.{', policy.draft.'.join(unread)}; a static draft is not "
@@ -264,7 +264,7 @@ def _rollout_store_conflicts(cfg: MasterConfig) -> list[str]:
     if store.mode != "collect_only" or not draft.enabled or draft.static:
         return found
     default = type(draft)()
-    unread = [key for key in _DRAFT_TRAINING_KEYS if getattr(draft, key) != getattr(default, key)]
+    unread = [key for key in DRAFT_TRAINING_KEYS if getattr(draft, key) != getattr(default, key)]
     if unread:
         found.append(
             f"rollout_store.mode: got collect_only with policy.draft.{', policy.draft.'.join(unread)}; the draft is "

@@ -23,6 +23,9 @@ class ValidationResult(NamedTuple):
     samples: list[tuple[str, str, float]]
     """``(prompt, response, reward)`` of the first prompts."""
 
+    num_correct: tuple[int, ...]
+    """Completions with full reward, per prompt."""
+
 
 def validate(
     generation: GenerationInterface,
@@ -94,8 +97,9 @@ def validate(
         "truncated_fraction": float(torch.cat(truncated).float().mean()),
         "num_samples": float(reward.numel()),
     }
+    num_correct = (reward >= 1.0).view(-1, num_generations).sum(-1)
     if num_generations > 1:
-        metrics["pass_k"] = float((reward.view(-1, num_generations).amax(-1) >= 1.0).float().mean())
+        metrics["pass_k"] = float((num_correct > 0).float().mean())
     metrics |= fold(add_pairs(env_metrics), prefix="env_")
     metrics |= acceptance_metrics(generation.spec_counters() - before, prefix="spec_")
-    return ValidationResult(metrics, kept)
+    return ValidationResult(metrics, kept, tuple(num_correct.tolist()))

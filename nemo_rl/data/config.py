@@ -46,7 +46,7 @@ class DataConfig(ConfigModel):
 
     dataset_name: NonEmptyStr = "OpenMathInstruct-2"
     """`reasoning_gym`, `ResponseDataset` (local .jsonl or a hub name, see `train_data_path`), or a known data set:
-    `OpenMathInstruct-2`, `gsm8k`."""
+    `OpenMathInstruct-2`, `gsm8k`, `DAPOMath17K`, `DAPOMathAIME2024`."""
 
     train_data_path: NonEmptyStr | None = None
     """Local .jsonl file or hub name of the training prompts (`ResponseDataset`)."""
