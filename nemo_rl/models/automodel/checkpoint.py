@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ from nemo_rl.models.automodel.setup import (
     tied_head_alias,
 )
 from nemo_rl.utils.checkpoint import draft_dir_name
+from nemo_rl.utils.model_files import find_local_model_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -387,13 +388,17 @@ def _restore_rng(tensors: dict[str, Tensor]) -> None:
 # -- Hugging Face export ---------------------------------------------------------------------------------------------
 
 
-def export_hf(directory: Path, *, model: PreTrainedModel, model_dir: str, dtype: torch.dtype) -> None:
+def export_hf(
+    directory: Path, *, model: PreTrainedModel, model_name: str, tokenizer_name: str, dtype: torch.dtype
+) -> None:
     """Write the policy as a directory that transformers and vLLM load. Collective; rank 0 writes.
 
     Args:
         directory: created; files in it are replaced.
         model: the policy.
-        model_dir: the checkpoint that the policy started from; config and tokenizer files are copied if it is local.
+        model_name: the checkpoint that the policy started from, whose configuration files are copied: a directory, or
+            a hub name that is in the local cache.
+        tokenizer_name: likewise, whose tokenizer files are copied.
         dtype: of the weights.
     """
     from safetensors.torch import save_file
@@ -409,7 +414,7 @@ def export_hf(directory: Path, *, model: PreTrainedModel, model_dir: str, dtype:
     ]
     if is_writer:
         directory.mkdir(parents=True, exist_ok=True)
-        _copy_config(directory, model=model, model_dir=model_dir, dtype=dtype)
+        copy_config(directory, model=model, model_name=model_name, tokenizer_name=tokenizer_name, dtype=dtype)
     pending: dict[str, Tensor] = {}
     number = 0
     for name, tensor in checkpoint_tensors(model, dtype=dtype):
@@ -441,18 +446,29 @@ def _plan_shards(layout: dict[str, tuple[int, ...]], *, itemsize: int) -> list[l
     return shards
 
 
-def _copy_config(directory: Path, *, model: PreTrainedModel, model_dir: str, dtype: torch.dtype) -> None:
-    source = Path(model_dir)
-    config_file = source / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else model.config.to_dict()
+def copy_config(
+    directory: Path, *, model: PreTrainedModel, model_name: str, tokenizer_name: str, dtype: torch.dtype
+) -> None:
+    """Write what an export has beside weights: config.json, generation_config.json and the tokenizer's files.
+
+    Args:
+        directory: of the export.
+        model: the policy, whose configuration stands in for a file that is not here.
+        model_name: see `export_hf`.
+        tokenizer_name: see `export_hf`.
+        dtype: of the weights.
+    """
+    source = find_local_model_dir(model_name, key="policy.model_name")
+    (found, *_) = [*_files(source, ("config.json",)), None]
+    config = model.config.to_dict() if found is None else json.loads(found.read_text(encoding="utf-8"))
     config = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")}
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for path in _tokenizer_files(source):
+    tokenizer = find_local_model_dir(tokenizer_name, key="policy.tokenizer.name")
+    for path in (*_files(source, ("generation_config.json",)), *_files(tokenizer, TOKENIZER_PATTERNS)):
         shutil.copyfile(path, directory / path.name)
 
 
-def _tokenizer_files(source: Path) -> Iterator[Path]:
-    if source.is_dir():
-        for pattern in (*TOKENIZER_PATTERNS, "generation_config.json"):
-            yield from (p for p in sorted(source.glob(pattern)) if p.is_file())
+def _files(directory: Path | None, patterns: Sequence[str]) -> list[Path]:
+    found = [] if directory is None else [path for pattern in patterns for path in directory.glob(pattern)]
+    return sorted(path for path in found if path.is_file())

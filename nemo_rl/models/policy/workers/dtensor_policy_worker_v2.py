@@ -402,7 +402,8 @@ class DTensorPolicyWorkerV2:
         checkpoint.export_hf(
             Path(directory),
             model=self._trainer.model,
-            model_dir=cfg.model_name,
+            model_name=cfg.model_name,
+            tokenizer_name=cfg.tokenizer.name,
             dtype=getattr(torch, cfg.generation.vllm_cfg.precision),
         )
 
