@@ -1,6 +1,6 @@
-"""A draft is trained without RL, GRPO starts from it and records its rollouts, and a draft is trained from those.
+"""A draft is trained without RL, evaluated, taken by GRPO, which records its rollouts, and trained from those.
 
-Three runs of the demo recipe through the real commands, reduced to what shows that each does its part.
+Runs of the demo recipe through the real commands, reduced to what shows that each does its part.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from examples import run_grpo
+from tests.functional.one_node_job import run_as_job
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "examples/configs/recipes/llm/grpo-tiny-qwen3-1n0g-automodel-eagle3.yaml"
@@ -174,3 +175,35 @@ def test_a_draft_learns_from_recorded_rollouts(
     assert last > 1.35
     assert "timing/train/policy_forward_s" in rows[1]
     assert not [name for name in rows[1] if name.startswith("vllm/")]
+
+
+def test_evaluation_as_a_slurm_job_finds_the_same_acceptance(
+    warm_start: Run, tiny_policy: Path, tmp_path: Path
+) -> None:
+    """run_eval.py joins the cluster of ray.sub; plain decoding and speculation answer the same prompts."""
+    num_prompts, num_completions, output = 24, 4, tmp_path / "eval.json"
+    shown = run_as_job(
+        [
+            *(sys.executable, str(ROOT / "examples/run_eval.py"), "--config", str(RECIPE), "--output", str(output)),
+            f"policy.model_name={tiny_policy}",
+            f"policy.draft.model_name={warm_start.directory}/checkpoints/step_{STEPS}/draft",
+            f"grpo.max_val_samples={num_prompts}",
+            f"grpo.val_num_generations_per_prompt={num_completions}",
+            f"logger.log_dir={tmp_path / 'logs'}",
+        ],
+        tmp_path / "job",
+    )
+    assert "times the tokens per second" in shown
+    results = json.loads(output.read_text())
+    assert set(results) == {"plain", "speculative"}
+    plain, speculative = results["plain"], results["speculative"]
+    for result in (plain, speculative):
+        assert result["num_samples"] == num_prompts * num_completions
+        assert result["pass@1"] == pytest.approx(result["accuracy"])
+        assert result["pass@1"] <= result["pass@2"] <= result["pass@4"]
+        assert result["tokens_per_sec"] > 0
+    assert "spec_acceptance_length" not in plain
+    # Fewer samples than the draft run evaluates with, hence more noise; a draft that was not loaded gives 1.0.
+    assert abs(speculative["spec_acceptance_length"] - warm_start.evaluations[-1]) < 0.35
+    # Speculation changes no distribution: accuracies of 96 samples differ by chance only (three standard errors).
+    assert abs(plain["accuracy"] - speculative["accuracy"]) < 3 * (2 * 0.25 / (num_prompts * num_completions)) ** 0.5
