@@ -1,4 +1,4 @@
-"""A warm-started tiny policy that all tests of this directory share."""
+"""What the tests of this directory need: all packages, and a warm-started tiny policy that they share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,17 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Pat
     return out
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: a file stays in one process, for its fixtures; scripts are handed out one by one."""
+    """Mark what all of this directory needs, and group it for `--dist loadgroup`.
+
+    A file stays in one process, for its fixtures; scripts are handed out one by one.
+    """
     here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here) and not item.path.name.startswith("test_scripts_"):
+        if not item.path.is_relative_to(here):
+            continue
+        for marker in ("automodel", "vllm") if "serving" in item.path.parts else ("automodel", "vllm", "ray"):
+            item.add_marker(marker)
+        if not item.path.name.startswith("test_scripts_"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -10,7 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
 
-AUTOREGRESSIVE = ("eagle1", "peagle")
+AUTOREGRESSIVE = ("deep", "eagle1", "peagle")
 BLOCK = ("dflash", "domino", "dspark")
 BASELINES = ("ngram", "none", "static")
 ELSEWHERE = ("eagle3",)
