@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.config import load_config
+from nemo_rl.utils.config import load_config, load_tree
 
 ROOT = Path(__file__).resolve().parents[3]
 DRAFT = ROOT / "nemo_rl" / "models" / "automodel" / "draft"
@@ -54,7 +54,7 @@ def test_installed_torch_has_no_cuda() -> None:
 def test_extras_and_entry_points() -> None:
     project = PYPROJECT["project"]
     assert set(project["optional-dependencies"]) == {"automodel", "vllm", "cpu", "wandb", "mlflow", "dev"}
-    assert set(project["scripts"]) == {"nemo-rl-grpo", "nemo-rl-draft"}
+    assert set(project["scripts"]) == {"nemo-rl-grpo", "nemo-rl-draft", "nemo-rl-eval"}
     for target in project["scripts"].values():
         module, function = target.split(":")
         assert callable(getattr(__import__(module, fromlist=[function]), function))
@@ -103,3 +103,14 @@ def test_ci_runs_the_tests_and_the_linters() -> None:
     assert "set -euo pipefail" in script
     assert re.search(r"^make test$", script, flags=re.MULTILINE)
     assert re.search(r"^make lint$", script, flags=re.MULTILINE)
+
+
+def test_pre_commit_runs_what_make_lint_runs() -> None:
+    hooks = load_tree(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
+    per_commit = {re.sub(r"^\.venv/bin/(python )?| --force-exclude$", "", hook["entry"]) for hook in hooks}
+    recipe = MAKEFILE.split("\nlint: environment\n")[1].split("\n\n")[0]
+    whole = {
+        re.sub(r"^(\$\(VENV\)/bin/|\$\(PY\) )| (--check )?\.$| \$\(CONFIGS\)$", "", line.strip())
+        for line in recipe.splitlines()
+    }
+    assert per_commit == {line.replace("$(MAKE) --no-print-directory", "make") for line in whole}
