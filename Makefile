@@ -1,6 +1,7 @@
 # make demo   environment, tiny policy, demo run; prints where the report is
 # make test   environment, then the tests
-# make lint   environment, then the linters
+# make lint   environment, then the linters and the documentation
+# make docs   environment, then the documentation
 #
 # PYTHON=...  the Python 3.11 that makes the environment     ARGS=...  passed on to the run or to pytest
 
@@ -24,7 +25,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test lint environment clean-environment
+.PHONY: demo test lint docs environment clean-environment
 
 demo: environment
 	$(PY) tools/make_tiny_policy.py --out $(DEMO_POLICY)
@@ -45,6 +46,11 @@ lint: environment
 	$(VENV)/bin/pyrefly check
 	$(PY) tools/config_cli.py validate $(CONFIGS)
 	$(PY) tools/config_cli.py minimize-check $(CONFIGS)
+	$(MAKE) --no-print-directory docs
+
+# The pages as a site under site/; a link or an anchor that leads nowhere fails.
+docs: environment
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 # A finished environment is used again until the pinned set or the package's metadata change.
 # --no-deps: the list is complete; with dependencies pip would bring the CUDA builds along.
