@@ -12,12 +12,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_rl.errors import ConfigError, NemoRLError, WorkerError
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.config import MasterConfig
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -119,13 +122,10 @@ def draft_entry_point() -> None:
 
 def _run(command: Command, config: Path, overrides: list[str], is_dry: bool) -> None:
     # Imported here: `--help` must not wait for the schema, nor a wrong configuration for torch and Ray.
-    from nemo_rl.utils.config import build_master_config, load_config
+    from nemo_rl.utils.config import load_config
     from nemo_rl.utils.preflight import preflight
-    from nemo_rl.utils.preflight_files import is_offline_run
 
-    cfg = build_master_config(load_config(config, overrides))
-    if is_offline_run(cfg):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    cfg = validated(load_config(config, overrides))
     if is_dry:
         from nemo_rl.utils.dry_run import dry_run, print_dry_run
 
@@ -133,6 +133,24 @@ def _run(command: Command, config: Path, overrides: list[str], is_dry: bool) -> 
         return
     checked = preflight(cfg, algorithm=command.algorithm)
     importlib.import_module(command.setup).run(cfg, checked)
+
+
+def validated(tree: Mapping[str, Any]) -> MasterConfig:
+    """Validate a configuration; one that names only local files keeps this process and its workers off the hub.
+
+    Args:
+        tree: As `load_config` gives it.
+
+    Raises:
+        ConfigError: One message that lists every problem.
+    """
+    from nemo_rl.utils.config import build_master_config
+    from nemo_rl.utils.preflight_files import is_offline_run
+
+    cfg = build_master_config(tree)
+    if is_offline_run(cfg):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return cfg
 
 
 def _reported(err: NemoRLError) -> NemoRLError:

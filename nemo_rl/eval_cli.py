@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,13 +52,11 @@ def entry_point() -> None:
 def _run(options: argparse.Namespace) -> None:
     # Imported here: `--help` must not wait for the schema, nor a wrong configuration for torch and Ray.
     from nemo_rl.algorithms.evaluation_config import evaluation_tree, modes_of
-    from nemo_rl.utils.config import build_master_config, load_config
+    from nemo_rl.utils.config import load_config
     from nemo_rl.utils.preflight import preflight
-    from nemo_rl.utils.preflight_files import check_writable, is_offline_run
+    from nemo_rl.utils.preflight_files import check_writable
 
-    cfg = build_master_config(evaluation_tree(load_config(options.config, options.overrides)))
-    if is_offline_run(cfg):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    cfg = cli.validated(evaluation_tree(load_config(options.config, options.overrides)))
     modes = modes_of(cfg, only=options.only)
     if options.output is not None:
         check_writable(options.output.absolute().parent, key="--output")

@@ -24,13 +24,14 @@ from matplotlib.path import Path as Polyline
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS
+from nemo_rl.utils.report_plots import BLUE, GREEN, ORANGE
 from tools.draft_slots import LAST, WORDS, K, Slot, Timing, Words, timing
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 
 INK, GREY, FAINT, WHITE = "#1F2933", "#5B6673", "#C5CCD4", "#FFFFFF"
-BLUE, ORANGE, GREEN, BROWN = "#0072B2", "#E69F00", "#009E73", "#8A5A00"
-"""Okabe and Ito's, and a darker orange. Kinds of boxes differ by label, shade or line as well."""
+BROWN = "#8A5A00"
+"""A darker orange beside Okabe and Ito's colours. Kinds of boxes differ by label, shade or line as well."""
 DASHED = (0, (2.5, 1.5))
 STYLES: Mapping[str, tuple[str, str, Any]] = {
     "policy": ("#D9EAF6", BLUE, "-"),

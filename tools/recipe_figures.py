@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS
 from nemo_rl.utils.config import build_master_config, load_config
 from nemo_rl.utils.logger import read_metrics
+from nemo_rl.utils.report_plots import BLUE, GREEN, ORANGE, PURPLE, VERMILION
 from tools.draft_timing import svg
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,11 +45,11 @@ STYLE = {
     "figure.facecolor": "white",
 }
 LINES = (
-    ("#0072B2", "-"),
-    ("#E69F00", "-"),
-    ("#009E73", "-"),
-    ("#D55E00", "--"),
-    ("#CC79A7", "--"),
+    (BLUE, "-"),
+    (ORANGE, "-"),
+    (GREEN, "-"),
+    (VERMILION, "--"),
+    (PURPLE, "--"),
     ("#2B333D", "--"),
 )
 """Okabe and Ito's colours, and a kind of line for either family."""

@@ -157,7 +157,7 @@ def run_evaluation(
         One result per mode.
     """
     # Imported here: `--help` and a wrong configuration do not wait for Ray and transformers.
-    from nemo_rl.algorithms.run_setup import build_clusters
+    from nemo_rl.algorithms.run_setup import build_clusters, pad_token_of
     from nemo_rl.data.datasets import build_datasets
     from nemo_rl.data.tokenizer import load_tokenizer
     from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
@@ -180,7 +180,7 @@ def run_evaluation(
             tokenizer=cast("Decoder", tokenizer),
             examples=examples,
             cfg=cfg,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            pad_token_id=pad_token_of(tokenizer),
         )
         results = []
         for mode in modes:
@@ -234,7 +234,7 @@ def _start_engines(
             target=(Path(cfg.logger.log_dir) / SERVED_DRAFT_DIR).absolute(),
         )
         required = draft.speculative_config(model_dir=str(served))
-        own = (*draft.architecture.published_shapes(), *draft.architecture.frozen_shapes())
+        own = draft.kept_names(())
     generation.build(
         speculative_config=merge_speculative_config(cfg.policy.generation.speculative_config, required),
         frozen_draft_tensors=own,

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from nemo_rl.algorithms.config import Device, MasterConfig
     from nemo_rl.data.datasets import PromptDataset, PromptExample
-    from nemo_rl.models.automodel.draft.spec import DraftSpec
     from nemo_rl.models.generation.interfaces import GenerationInterface
     from nemo_rl.models.policy.interfaces import PolicyInterface
     from nemo_rl.utils.preflight import PreflightResult
@@ -144,7 +143,7 @@ def start_engines(
     generation.build(
         speculative_config=merge_speculative_config(cfg.policy.generation.speculative_config, required),
         trained_draft_tensors=sent,
-        frozen_draft_tensors=() if draft is None or required is None else _kept_tensors(draft, sent),
+        frozen_draft_tensors=() if draft is None or required is None else draft.kept_names(sent),
         draft_extension=None if draft is None else draft.serving_extension,
     )
     synchronizer = WeightSynchronizer(policy, generation)
@@ -158,12 +157,6 @@ def start_engines(
             f"{check.num_tokens} tokens (z = {check.z:+.1f})"
         )
     return synchronizer
-
-
-def _kept_tensors(draft: DraftSpec, sent: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the draft's own tensors that no refit sends: frozen ones, all of a static draft, its own embedding."""
-    arch = draft.architecture
-    return tuple(name for name in (*arch.published_shapes(), *arch.frozen_shapes()) if name not in sent)
 
 
 def build_loader(cfg: MasterConfig, prompts: PromptDataset, *, num_prompts: int, key: str) -> PromptLoader:

@@ -203,9 +203,8 @@ def _draft(run: DryRun) -> Iterator[Row]:
         batch = cfg.policy.draft.train_global_batch_size or cfg.policy.train_global_batch_size
         yield "updates per policy update", f"{cfg.policy.train_global_batch_size // batch} of {batch} samples"
     yield "sent with every refit", _tensors("nothing", spec.published_names, spec)
-    kept = [name for name in (*arch.published_shapes(), *arch.frozen_shapes()) if name not in spec.published_names]
     if spec.serving is not None:
-        yield "loaded once by the engine", _tensors("nothing", kept, spec)
+        yield "loaded once by the engine", _tensors("nothing", spec.kept_names(spec.published_names), spec)
     shared = sorted(arch.ignored_shapes())
     yield "the policy's own", ", ".join(shared) or "nothing: embedding and head are the draft's"
     served = spec.speculative_config(model_dir="the exported draft")

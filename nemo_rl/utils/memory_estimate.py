@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.models.generation.vllm.engine_args import DEFAULT_CPU_KV_CACHE_BYTES
-from nemo_rl.utils.preflight_sizes import EXPERT_KEYS
+from nemo_rl.utils.preflight_sizes import num_experts
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import Device, MasterConfig
@@ -89,10 +89,10 @@ def model_sizes(config: Mapping[str, Any]) -> ModelSizes | None:
     attention = hidden * (2 * queries + 2 * kv) + 2 * hidden
     attention += 2 * head_dim if is_qwen3 else 0
     attention += queries + 2 * kv if is_qwen2 or text.get("attention_bias") else 0
-    num_experts = next((text[key] for key in EXPERT_KEYS if isinstance(text.get(key), int)), 0)
-    num_sparse = _num_sparse_layers(text, layers) if num_experts else 0
+    experts = num_experts(config)
+    num_sparse = _num_sparse_layers(text, layers) if experts else 0
     expert_mlp, chosen = text.get("moe_intermediate_size") or mlp, text.get("num_experts_per_tok") or 1
-    dense = layers * attention + (layers - num_sparse) * 3 * hidden * mlp + num_sparse * hidden * num_experts
+    dense = layers * attention + (layers - num_sparse) * 3 * hidden * mlp + num_sparse * hidden * experts
     # Inputs of both norms, outputs of attention and MLP; queries, keys, values and what attention makes of them; gate,
     # up and their product, in each chosen expert beside its input.
     inner = chosen * (3 * expert_mlp + hidden) if num_sparse else 3 * mlp
@@ -103,7 +103,7 @@ def model_sizes(config: Mapping[str, Any]) -> ModelSizes | None:
         kv_width=kv,
         embedding=vocab * hidden * (1 if text.get("tie_word_embeddings") else 2),
         layers=dense + hidden,
-        experts=num_sparse * num_experts * 3 * hidden * expert_mlp,
+        experts=num_sparse * experts * 3 * hidden * expert_mlp,
         layer_elements=4 * hidden + 2 * queries + 2 * kv + inner,
     )
 

@@ -98,9 +98,8 @@ def preflight(cfg: MasterConfig, *, algorithm: str = ALGORITHM, left_out: list[s
         problems += layout_problems(cfg, device) + batch_problems(cfg, device)
         if is_draft_run:
             problems += draft_batch_problems(cfg, device)
-    find = find_model_dir if left_out is None else find_local_model_dir
     num_problems = len(problems)
-    model_dir = _gather(problems, lambda: find(cfg.policy.model_name, key="policy.model_name"))
+    model_dir = _gather(problems, lambda: _find(cfg.policy.model_name, "policy.model_name", left_out))
     policy_config, draft = None, _Draft(directory=None, spec=None)
     if model_dir is None and left_out is not None and len(problems) == num_problems:
         left_out.append(_not_cached(cfg.policy.model_name, key="policy.model_name"))
@@ -172,6 +171,10 @@ def _device(cfg: MasterConfig, left_out: list[str] | None) -> Device:
     return "cuda"
 
 
+def _find(name: str, key: str, left_out: list[str] | None) -> Path | None:
+    return find_model_dir(name, key=key) if left_out is None else find_local_model_dir(name, key=key)
+
+
 def _not_cached(name: str, *, key: str) -> str:
     return (
         f"{key}: {name} is not in the local hub cache; nothing that depends on it was checked. A start downloads it "
@@ -229,7 +232,7 @@ def _check_packages(cfg: MasterConfig, left_out: list[str] | None) -> None:
 
 def _check_tokenizer(cfg: MasterConfig, left_out: list[str] | None) -> None:
     name = cfg.policy.tokenizer.name
-    directory = _tokenizer_dir(cfg, left_out)
+    directory = _find(name, "policy.tokenizer.name", left_out)
     has_one = directory is not None and any(
         (directory / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
     )
@@ -269,11 +272,6 @@ def _draft_run_prompt_problems(cfg: MasterConfig) -> list[str]:
     return prompt_problems(cfg, needed=1) if cfg.policy.draft_served else []
 
 
-def _tokenizer_dir(cfg: MasterConfig, left_out: list[str] | None) -> Path | None:
-    find = find_model_dir if left_out is None else find_local_model_dir
-    return find(cfg.policy.tokenizer.name, key="policy.tokenizer.name")
-
-
 def _resolve_draft(
     cfg: MasterConfig, policy_config: dict[str, Any], *, device: Device | None, left_out: list[str] | None
 ) -> _Draft:
@@ -300,7 +298,7 @@ def _resolve_draft(
     spec = resolve_spec(
         draft,
         policy_config=policy_config,
-        tokenizer_dir=_tokenizer_dir(cfg, left_out),
+        tokenizer_dir=_find(cfg.policy.tokenizer.name, "policy.tokenizer.name", left_out),
         k=cfg.policy.generation.num_speculative_tokens if draft.serve else None,
         max_model_len=cfg.policy.generation.vllm_cfg.max_model_len,
         dtype=cfg.policy.generation.vllm_cfg.precision,

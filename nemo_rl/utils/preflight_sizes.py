@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.models.policy import layout
@@ -11,8 +12,18 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.config import Device, MasterConfig
 
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Where the families of mixture-of-experts policies keep the number of experts per layer."""
+
+
+def num_experts(policy_config: Mapping[str, Any]) -> int:
+    """Experts per layer of a policy; 0 = it has none.
+
+    Args:
+        policy_config: Content of the policy's config.json.
+    """
+    text = policy_config.get("text_config", policy_config)
+    return next((text[key] for key in _EXPERT_KEYS if isinstance(text.get(key), int)), 0)
 
 
 def layout_problems(cfg: MasterConfig, device: Device) -> list[str]:
@@ -160,8 +171,7 @@ def expert_problems(cfg: MasterConfig, policy_config: dict[str, Any]) -> list[st
     Returns:
         One message per problem.
     """
-    text = policy_config.get("text_config", policy_config)
-    experts = next((text[key] for key in EXPERT_KEYS if isinstance(text.get(key), int)), 0)
+    experts = num_experts(policy_config)
     sizes = {
         "policy.dtensor_cfg.expert_parallel_size": cfg.policy.dtensor_cfg.expert_parallel_size,
         "policy.generation.vllm_cfg.expert_parallel_size": cfg.policy.generation.vllm_cfg.expert_parallel_size,

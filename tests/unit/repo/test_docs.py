@@ -8,36 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.config import MasterConfig
 from nemo_rl.models.automodel.draft.registry import DRAFT_ALGORITHMS
-from nemo_rl.utils.config_schema import section_class, sibling_classes
 from tools import config_migrate, config_reference, draft_timing, licenses, recipe_figures
 from tools.draft_slots import WORDS
+from tools.migration.engine import schema_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 
 
-def every_key() -> set[str]:
-    """Dotted keys of the schema, those of every draft algorithm included."""
-    found: set[str] = set()
-
-    def walk(model: type, prefix: str) -> None:
-        for name, field in model.model_fields.items():
-            key = f"{prefix}{field.alias or name}"
-            found.add(key)
-            classes = sibling_classes(field.annotation) or [section_class(field.annotation, {})]
-            for inner in filter(None, classes):
-                walk(inner, f"{key}.")
-
-    walk(MasterConfig, "")
-    return found
-
-
 def test_configuration_reference_is_the_schema() -> None:
     page = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert page == config_reference.page(), "run tools/config_reference.py"
-    names = {key.rsplit(".", 1)[-1] for key in every_key()}
+    names = {key.rsplit(".", 1)[-1] for key in schema_keys()[0]}
     assert all(f"`{name}`" in page or f".{name}`" in page for name in names)
 
 
@@ -104,7 +87,7 @@ def test_migration_guide_holds_the_rules_of_the_command(project: config_migrate.
 
 def test_migration_guide_names_keys_that_exist() -> None:
     """Right column of its tables: every span that starts with a section's name is a key, or the parent of one."""
-    known = every_key()
+    known, _ = schema_keys()
     sections = {key.split(".")[0] for key in known}
     text = (DOCS / "migrating.md").read_text(encoding="utf-8")
     cells = [line.split("|")[2] for line in text.splitlines() if line.startswith("|") and not line.startswith("|--")]
@@ -117,7 +100,7 @@ def test_migration_guide_names_keys_that_exist() -> None:
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: path.stem)
 def test_yaml_blocks_of_pages_name_keys_that_exist(page: Path) -> None:
-    known = every_key()
+    known, _ = schema_keys()
     sections = {key.split(".")[0] for key in known}
     unknown = []
     for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,6 +82,15 @@ class DraftSpec:
             # It does not change, but the policy's rows that it carries do.
             return (HEAD,) if self.architecture.has_live_head else ()
         return tuple(name for name in self.architecture.published_shapes() if name not in self.frozen)
+
+    def kept_names(self, sent: Collection[str]) -> tuple[str, ...]:
+        """Names of the draft's own tensors that the engine loads once: frozen ones, all of a static draft.
+
+        Args:
+            sent: names of the tensors that each refit sends.
+        """
+        arch = self.architecture
+        return tuple(name for name in (*arch.published_shapes(), *arch.frozen_shapes()) if name not in sent)
 
     @property
     def serving_extension(self) -> str | None:
